@@ -25,6 +25,7 @@ try:
         Grid4D,
         Grid25D,
         GridContext,
+        GridEP,
         GridHSDP,
     )
     from autopar.runtime.dynamo_backend import backend
@@ -52,6 +53,7 @@ __all__ = [
     "Grid4D",
     "Grid25D",
     "GridContext",
+    "GridEP",
     "GridHSDP",
     "InputError",
     "LayoutError",

@@ -24,6 +24,7 @@ from autopar.passes.draws import draws
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.passes.trace.original import compare_original
 from autopar.planner import edit, mesh_search, world_size
+from autopar.planner.padding import with_padding_of
 from autopar.planner.parts import trace_step
 from autopar.planner.parts_search import in_fastest_parts
 from autopar.planner.planner import (
@@ -86,8 +87,9 @@ def plan(
     - `inputs`: what the model takes at the global batch size, a tuple or a dict by argument name.
     - `layout`: "auto"; "ddp", "fsdp" (ZeRO, arXiv 1910.02054, section 7), "megatron" (arXiv
       1909.08053, section 3), "megatron-sp" (arXiv 2205.05198, section 4.2.2), "cp" (arXiv
-      2407.21783, section 3.3.2); "atp", "3d", "4d", "2.5d" for the best grid of a kind; a Grid2D,
-      Grid3D, Grid4D, Grid25D, GridHSDP or GridContext; a dict from module pattern to these.
+      2407.21783, section 3.3.2); "atp", "3d", "4d", "2.5d", "ep" for the best grid of a kind; a
+      Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP or GridContext; a dict from module pattern
+      to these.
     - `memory`: bytes on each device, of which 8 % on GPUs and at most 1 MiB on CPUs are reserved;
       "auto" is all that a GPU has, and no limit on CPUs.
     - `optimizer`: whose states count, a name of cost.memory.STATES or bytes for each trained
@@ -374,11 +376,12 @@ def verify(
     flops = sum(spec.flops for spec in program.annotations.specs.values())
     if isinstance(layout, Plan):
         require_same_graph(layout, source)
-        program = dataclasses.replace(program, plan=edit.check_edits(program, layout))
+        padded = with_padding_of(program, layout)
+        chosen = dataclasses.replace(padded, plan=edit.check_edits(padded, layout))
     else:
-        program = choose_plan(pipeline, program, machines, request)
-    program = to_float64(program)
-    on_ranks = rewrite_for_ranks(pipeline, program, machines)
+        chosen = choose_plan(pipeline, program, machines, request)
+    chosen, program = to_float64(chosen), to_float64(program)
+    on_ranks = rewrite_for_ranks(pipeline, chosen, machines)
     pipeline.progress("compare")
     single = mesh_search.search_meshes(program, World.of(1), PlanRequest())
     on_one = rewrite_for_ranks(PassManager(), single, machines)

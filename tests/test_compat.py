@@ -42,6 +42,14 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
+@covers("AdaptiveOutput")
+def test_what_an_adaptive_softmax_returns() -> None:
+    softmax = torch.nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2])
+    found = softmax(torch.ones(3, 4), torch.arange(3))
+    assert type(found) is _compat.AdaptiveOutput
+    assert found._fields == ("output", "loss")
+
+
 @covers("torch_versions")
 def test_a_torch_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As 2.14 is: it loses the backward of custom functions in silence."""
@@ -752,6 +760,30 @@ def test_kernels_are_known_by_their_key() -> None:
     assert not _compat.has_kernel(aten.einsum.default, "AutocastCPU")
     assert not _compat.has_kernel(aten.mm.default, "CompositeImplicitAutograd")
     assert not _compat.has_kernel(aten.mm.default, "NoSuchKey")
+
+
+@covers("name_of_calls")
+def test_calls_are_named_as_torchs_tracers_name_them() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    calls = make_fx(lambda x: torch.ops.aten.__and__(x, x).split(1)[1])(torch.tensor([True, False]))
+    graph = torch.fx.Graph()
+    for node in calls.graph.find_nodes(op="placeholder"):
+        graph.placeholder(node.name)
+    for node in calls.graph.nodes:
+        if node.op == "call_function":
+            name = _compat.name_of_calls(graph, node.target)
+            assert graph.create_node("call_function", node.target, name=name).name == node.name
+
+
+@covers("graphs_not_written_out")
+def test_graphs_are_written_out_when_they_are_called() -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with _compat.graphs_not_written_out():
+        module = make_fx(lambda x: x + 1)(torch.zeros(2))
+    assert isinstance(module, _compat.LazyGraphModule)
+    assert module(torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
 @covers("masks_as_given")

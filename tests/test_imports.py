@@ -16,7 +16,7 @@ ORDER = (
 )  # fmt: skip
 
 # A pass knows no other one; its helpers stand in a folder of their own.
-PASSES = ("annotate", "finalize", "hierarchy", "kernel_choice", "draws", "masks",
+PASSES = ("annotate", "finalize", "hierarchy", "kernel_choice", "draws", "masks", "pad",
           "recompute", "rewrite", "summa", "trace")  # fmt: skip
 
 # What talks to other ranks, and who may.

@@ -13,7 +13,7 @@ from autopar._compat import torch_versions
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -30,9 +30,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.experimental import register_sharding
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 from torch.nn.modules import transformer
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.nn.modules.adaptive import _ASMoutput as AdaptiveOutput
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -227,6 +229,13 @@ def exporting() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
+def graphs_not_written_out() -> AbstractContextManager[None]:
+    """Modules of graphs that torch traces write their graph out as Python when they are called, not
+    whenever it changes: `torch.export` changes it a dozen times, and calls it never.
+    """
+    return _use_lazy_graph_module(True)
+
+
 def taken_apart(op: OpOverload) -> Callable[..., Any]:
     """A composite op as the ops that it is made of, in C++, whatever was registered for it in
     Python: `op.decompose` would call a table's entry, which this is, again.
@@ -236,6 +245,14 @@ def taken_apart(op: OpOverload) -> Callable[..., Any]:
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     return call
+
+
+def name_of_calls(graph: torch.fx.Graph, function: Any) -> str:
+    """What torch's tracers name the calls of an op, or of another function, after: `and` for
+    `aten.__and__.Tensor`.
+    """
+    packet = getattr(function, "overloadpacket", function)
+    return graph._target_to_str(packet.__name__)
 
 
 def has_kernel(op: OpOverload, key: str) -> bool:
@@ -383,6 +400,7 @@ def recording_again() -> Iterator[None]:
 
 
 __all__ = [
+    "AdaptiveOutput",
     "BackwardHookFunction",
     "BoxedCodeGen",
     "FakeTensor",
@@ -411,12 +429,14 @@ __all__ = [
     "forget_groups",
     "from_part",
     "functions_applied",
+    "graphs_not_written_out",
     "has_kernel",
     "in_backward",
     "inductor_decompositions",
     "local_of",
     "masks_as_given",
     "modes_on",
+    "name_of_calls",
     "named_backend",
     "nan_checks",
     "next_autograd_step",

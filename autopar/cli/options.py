@@ -25,6 +25,7 @@ from autopar.planner.request import (
     Grid4D,
     Grid25D,
     GridContext,
+    GridEP,
     GridHSDP,
     Layouts,
     Microbatches,
@@ -57,7 +58,7 @@ BatchOption = Annotated[
 ]
 LAYOUT_HELP = (
     "auto, ddp, fsdp, megatron, megatron-sp, cp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, 3d:2,2,2, "
-    "4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, hsdp:shard=4,tensor=2, cp:2."
+    "4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, hsdp:shard=4,tensor=2, ep:data=2,expert=4, cp:2."
 )
 LayoutOption = Annotated[
     str,
@@ -179,6 +180,7 @@ GRIDS = {
     "4d": Grid4D,
     "2.5d": Grid25D,
     "hsdp": GridHSDP,
+    "ep": GridEP,
     "cp": GridContext,
 }
 _UNIT_BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}

@@ -32,7 +32,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import OpShardingRule, operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import IDLE, Strategy
 from autopar.ops.local import Call, emit_local
 
@@ -197,11 +197,14 @@ def _classify_saved(
 class Share(NamedTuple):
     """A node's share of the saved activations: bytes for every element that a rank has of its
     operands and results, as pairs (index, bytes), and the bytes inside where nothing is split.
+    `undivided`: dims of operands, (operand, dim), whose split does not divide what is inside: an
+    expert's tokens may be all of them.
     """
 
     operands: tuple[tuple[int, float], ...]
     results: tuple[tuple[int, float], ...]
     inside: float
+    undivided: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -262,7 +265,12 @@ class ActivationMemory:
             keepers.update(dict.fromkeys(_saved_values(node, saved, roots), 1))
         for value in notes.again:
             keepers[roots.get(value, value)] = 0
-        return {node.name: _share(node, saved_by_name[node.name], roots, keepers) for node in nodes}
+        return {
+            node.name: _share(node, saved_by_name[node.name], roots, keepers)._replace(
+                undivided=_uneven_dims(notes.specs[node.name])
+            )
+            for node in nodes
+        }
 
 
 @dataclass(frozen=True)
@@ -329,6 +337,16 @@ def _share(
     return Share(tuple(nonzero[0]), tuple(nonzero[1]), saved.inside_bytes)
 
 
+def _uneven_dims(rule: OpShardingRule) -> tuple[tuple[int, int], ...]:
+    """Return the dims of operands that are an uneven factor."""
+    return tuple(
+        (operand, dim)
+        for operand, dims in enumerate(rule.operands)
+        for dim, names in enumerate(dims or ())
+        if rule.uneven.intersection(names)
+    )
+
+
 def regather_weights(program: Program) -> Program:
     """Return the annotated program with the weights of matmuls in repeated blocks gathered again in
     the backward instead of saved.
@@ -352,7 +370,12 @@ def bytes_of(share: Share, strategy: Strategy) -> float:
     total += sum(
         _elements(strategy.results[i]) * element_bytes for i, element_bytes in share.results
     )
-    return total + share.inside / max(1, strategy.parts)
+    parts = max(1, strategy.parts)
+    for operand, dim in share.undivided[:1]:
+        layout = strategy.operands[operand]
+        assert layout is not None
+        parts //= math.prod(digit.size for digit in layout.digits(dim))
+    return total + share.inside / parts
 
 
 def _elements(layout: Layout | None) -> float:

@@ -2,7 +2,7 @@
 
 Example: of 80 equal blocks seven are run once, five of them each with another rematerialization.
 How the bytes of a rank rise and fall over each of these blocks, forward and backward, gives the
-peak of all 80 under any rematerialization: `levels_of` measures, `Levels.peak` adds up.
+peak of all 80 under any rematerialization: `segments_of` measures, `peak_of` adds up.
 
 The step is the one that peak.py runs, on tensors without storage. Every moment of it belongs to a
 segment: a repeated block, or what lies before, between and after them. A segment's figures are
@@ -41,7 +41,7 @@ class Rise(NamedTuple):
     backward_peak: float = 0.0
 
 
-class Levels(NamedTuple):
+class Segments(NamedTuple):
     """The segments of a step in the order of its forward, by name, with the bytes held as it
     begins, optimizer states apart.
     """
@@ -81,16 +81,16 @@ def peak_of(start: float, rises: Sequence[Rise]) -> Peak:
     return Peak(most, float(back_ends[-1]) if len(back_ends) else start, level - start)
 
 
-def levels_of(program: Program, optimizer: Optimizer, world: World) -> Levels:
+def segments_of(program: Program, optimizer: Optimizer, world: World) -> Segments:
     """Return the segments of one step of an emitted program, waiting for every collective. A
     segment that is no block is named by the block before it, and "+".
     """
     meter = _Meter()
     run_step(program, optimizer, world, meter)
-    return meter.levels()
+    return meter.segments()
 
 
-def _segments(graph: fx.Graph) -> dict[str, str]:
+def _segment_of_nodes(graph: fx.Graph) -> dict[str, str]:
     """Return the segment of every node, by its name: its block, or where it lies between others.
     What stands between two blocks of the same modules, and between nodes of one block, is of the
     first of the two.
@@ -118,23 +118,23 @@ class _Meter(Lives):
         self._first_steps: list[int] = []  # autograd's, of each segment
         self._figures = np.zeros((0, 4))
         self._now: tuple[int, int] | None = None  # (segment, column of the figures)
-        self._held = self._begun_with = self._start = 0
+        self._allocated_bytes = self._begun_with = self._start = 0
         self._last_step = 0
 
     def note(self, tensor: Tensor) -> Any:
         known = len(self.lives)
         life = super().note(tensor)
         if len(self.lives) > known:
-            self._held += life.size
+            self._allocated_bytes += life.size
             if self._now is not None:
                 place, column = self._now
-                more = self._held - self._begun_with
+                more = self._allocated_bytes - self._begun_with
                 if more > self._figures[place, column + 1]:
                     self._figures[place, column + 1] = more
         return life
 
     def _end(self, key: int) -> None:
-        self._held -= self.current[key].size
+        self._allocated_bytes -= self.current[key].size
         super()._end(key)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -149,16 +149,16 @@ class _Meter(Lives):
     def _enter(self, place: int, column: int) -> None:
         """Begin a segment, forward (column 0) or backward (2), and close the one before."""
         self._close()
-        self._now, self._begun_with = (place, column), self._held
+        self._now, self._begun_with = (place, column), self._allocated_bytes
 
     def _close(self) -> None:
         if self._now is not None:
             place, column = self._now
-            self._figures[place, column] = self._held - self._begun_with
+            self._figures[place, column] = self._allocated_bytes - self._begun_with
 
     def run_forward(self, module: fx.GraphModule, arguments: Sequence[Any]) -> Any:
         """Return what the module gives, node by node, and begin the segments as they come."""
-        segments = _segments(module.graph)
+        segments = _segment_of_nodes(module.graph)
         self._names = list(dict.fromkeys(segments.values()))
         self._figures = np.zeros((len(self._names), 4))
         places = {name: place for place, name in enumerate(self._names)}
@@ -169,9 +169,8 @@ class _Meter(Lives):
                 self._first_steps += [next_autograd_step()] * (place + 1 - len(self._first_steps))
                 self._enter(place, 0)
 
-        self._start = self._held
-        outputs = _Announced(module, begin).run(*arguments)
-        return outputs
+        self._start = self._allocated_bytes
+        return _Announced(module, begin).run(*arguments)
 
     def run_backward(self, outputs: Sequence[Any]) -> None:
         """Run the backward, from the last segment to the first."""
@@ -181,10 +180,10 @@ class _Meter(Lives):
         self._close()
         self._now = None
 
-    def levels(self) -> Levels:
+    def segments(self) -> Segments:
         """Return the segments of the step that has run."""
         rises = (Rise(*map(float, figures)) for figures in self._figures)
-        return Levels(float(self._start), dict(zip(self._names, rises, strict=True)))
+        return Segments(float(self._start), dict(zip(self._names, rises, strict=True)))
 
 
 class _Announced(fx.Interpreter):

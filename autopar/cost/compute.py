@@ -12,6 +12,8 @@ them too.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
@@ -22,7 +24,7 @@ from numpy.typing import NDArray
 
 from autopar.ir.band import Place
 from autopar.ir.layout import Layout
-from autopar.ir.sharding_rule import Attends, OpShardingRule
+from autopar.ir.sharding_rule import Attends, Dims, OpShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.world import Device, World
 
@@ -156,9 +158,11 @@ def rule_seconds(
     dtype: torch.dtype,
     gradient: bool,
     device: Device,
+    inside_bytes: Numbers | float = 0.0,
 ) -> Numbers:
     """Return the seconds of a node with this rule on one rank, elementwise; `flops` and
-    `moved_bytes` are those of its forward.
+    `moved_bytes` are those of its forward. `inside_bytes`: of what it makes on the way, which is
+    written and read.
 
     With `gradient` the backward counts too, at twice the forward. That of attention has 2.5 times
     the FLOPs or more (`Attends.backward_times`), takes and makes eight tensors where the forward
@@ -166,6 +170,8 @@ def rule_seconds(
     """
     if rule.attends is None:
         forward_seconds = matmul_seconds(flops, moved_bytes, dtype, device)
+        if rule.inside:
+            forward_seconds = forward_seconds + 2 * inside_bytes / op_bytes_per_s(device)
         return forward_seconds * (1 + _BACKWARD if gradient else 1)
     forward = attention_seconds(flops, moved_bytes, rule.attends, False, dtype, device)
     if not gradient:
@@ -188,7 +194,36 @@ def node_seconds(
     )
     rule = _with_split_queries(rule, strategy)
     flops, moved_bytes = float(rule.flops / strategy.parts), float(elements * dtype.itemsize)
-    return rule_seconds(rule, flops, moved_bytes, dtype, gradient, world.device)
+    if not rule.inside:
+        return rule_seconds(rule, flops, moved_bytes, dtype, gradient, world.device)
+    counts = _split_counts(rule, strategy)
+    if any(counts[dim] > 1 for dim in counts if rule.uneven.intersection(dim)):
+        flops *= rule.skew
+    inside = sum(_local_elements(dims, rule, counts) for dims in rule.inside) * dtype.itemsize
+    return rule_seconds(rule, flops, moved_bytes, dtype, gradient, world.device, inside)
+
+
+def _split_counts(rule: OpShardingRule, strategy: Strategy) -> dict[tuple[str, ...], int]:
+    """Return among how many ranks each dim of the operands is split, by the dim's factors."""
+    counts: dict[tuple[str, ...], int] = {}
+    for dims, layout in zip(rule.operands, strategy.operands, strict=True):
+        for dim, names in enumerate(dims or ()):
+            assert layout is not None
+            counts[names] = math.prod(digit.size for digit in layout.digits(dim))
+    return counts
+
+
+def _local_elements(
+    dims: Dims, rule: OpShardingRule, counts: Mapping[tuple[str, ...], int]
+) -> float:
+    """Return the elements on one rank of a tensor with these dims."""
+    whole = math.prod(rule.sizes[name] for names in dims for name in names)
+    return whole / math.prod(_count(names, counts) for names in dims)
+
+
+def _count(names: tuple[str, ...], counts: Mapping[tuple[str, ...], int]) -> int:
+    """Return among how many ranks a dim is split; its factors may be part of a dim of operands."""
+    return next((n for dim, n in counts.items() if set(names) <= set(dim)), 1)
 
 
 def _with_split_queries(rule: OpShardingRule, strategy: Strategy) -> OpShardingRule:

@@ -9,7 +9,7 @@ cost/activations.py, which count the rest of a step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -26,6 +26,7 @@ _STEP_COPIES_AT_ONCE = {"adamw": 1, "adam": 1, "rmsprop": 1, "adagrad": 2}
 Optimizer = str | float  # one of STATES, or bytes of state for every trained number
 
 
+_LARGE = 0.25  # of a peak: outputs that hold more are named where a model does not fit
 IN_FLIGHT = 0.05  # share of a step's peak that overlapped communication holds in addition
 RESERVE = 0.08  # share of a GPU's memory: the driver's context, NCCL, gaps of the allocator
 _RESERVE_OF_CPU = 0.02, 2**20  # share and bytes, the less of both: gloo, scratch of kernels
@@ -119,15 +120,26 @@ def text_of(size: float) -> str:
 
 
 def refusal(
-    memory: Memory, limit: float, world: World, layout: str, again: str, auto: bool, larger: str
+    memory: Memory,
+    limit: float,
+    world: World,
+    layout: str,
+    again: str,
+    auto: bool,
+    larger: str,
+    outputs: Mapping[str, float],
 ) -> PlanError:
     """Return the error for a user whose model does not fit. `again`: what runs again already, such
     as "every block recomputed". `auto`: the search chose that. `larger`: the smallest world in
-    which it would fit, in words, such as "16 devices"; "" if unknown.
+    which it would fit, in words, such as "16 devices"; "" if unknown. `outputs`: the bytes of those
+    that every rank receives, by path.
     """
     note = f", {again}," if again else ""
+    large = {path: size for path, size in outputs.items() if size > _LARGE * memory.peak}
+    received = ", ".join(f"{path} of {text_of(size)}" for path, size in large.items())
     remedies = [
-        larger or "more devices",
+        f"outputs='sharded' (every rank receives all of {received})" if large else "",
+        larger or ("" if large else "more devices"),
         "" if auto else 'recompute="auto"',
         "a smaller batch",
     ]

@@ -120,14 +120,15 @@ def part_count(program: Program) -> int:
     return max(program.plan.microbatches, program.annotations.parts)
 
 
-def memory_of_parts(program: Program, part: Memory, held: float | None = None) -> Memory:
-    """Return the memory of a step, of that of one part: between parts a rank holds gradients
-    (`held` bytes; None: those of this program), and of results that have rows those of all parts.
+def memory_of_parts(program: Program, part: Memory, unreduced: float | None = None) -> Memory:
+    """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
+    of results that have rows those of all parts. `unreduced`: bytes of these gradients; None: those
+    of this program.
     """
     results = _results_between(program)
     part = replace(part, transient=part.transient + results, peak=part.peak + results)
-    held = unreduced_bytes(program) if held is None else held
-    return with_gradients(program, part, held, held) if held else part
+    gradients = unreduced_bytes(program) if unreduced is None else unreduced
+    return with_gradients(program, part, gradients, gradients) if gradients else part
 
 
 def with_gradients(program: Program, part: Memory, more: float, total: float) -> Memory:

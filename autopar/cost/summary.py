@@ -171,15 +171,23 @@ def _output_notes(
     )
     if spent_s <= _NOTICEABLE * seconds:
         return ()
-    sizes = [
-        f"{path or 'the output'} of "
-        f"{math.prod(program.layouts[node.name].shape) * node.meta['element'].bytes / 1e6:,.1f} MB"
-        for path, node in gathered
-    ]
+    sizes = [f"{path} of {b / 1e6:,.1f} MB" for path, b in gathered_output_bytes(program).items()]
     return (
         f"every rank receives all of {', '.join(sizes)}: {spent_s * 1e3:.3g} ms, "
         f"{spent_s / seconds:.0%} of the summed step; outputs='sharded' leaves each its own part",
     )
+
+
+def gathered_output_bytes(program: Program) -> dict[str, float]:
+    """Return the bytes of every output that an emitted program hands to every rank, by its path in
+    what the model returns.
+    """
+    return {
+        path or "the output": float(
+            math.prod(program.layouts[node.name].shape) * node.meta["element"].bytes
+        )
+        for path, node in _gathered_outputs(program)
+    }
 
 
 def _gathered_outputs(program: Program) -> Iterator[tuple[str, fx.Node]]:
@@ -287,11 +295,13 @@ def _layout_text(program: Program, chain: str) -> str:
 
 
 def letter_of(program: Program, name: str, split: str) -> str:
-    """Return the name of a factor for people: its role in a matmul, the dim of the result that it
-    is, or the state that all of the node shares.
+    """Return the name of a factor for people: "e" for experts, its role in a matmul, the dim of the
+    result that it is, or the state that all of the node shares.
     """
     assert program.annotations is not None
     rule = program.annotations.specs[name]
+    if split in rule.uneven:
+        return "e"
     if rule.product is not None:
         for letter, role in zip("mnk", rule.product, strict=True):
             if split in role:

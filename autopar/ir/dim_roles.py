@@ -20,6 +20,7 @@ from autopar.ir.sharding_rule import OpShardingRule, operands_of
 aten = torch.ops.aten
 
 Factors = dict[str, tuple[Atom, ...]]
+_BATCHED = (aten.einsum.default, aten.bmm.default, aten.matmul.default)
 _CASTS_AND_TRANSPOSES = (
     aten._to_copy.default,
     aten.t.default,
@@ -30,11 +31,14 @@ _CASTS_AND_TRANSPOSES = (
 
 @dataclass(frozen=True)
 class Kinds:
-    """The numbers of the atoms that are a model's batch, its sequence, and its residual stream."""
+    """The numbers of the atoms that are a model's batch, its sequence, its residual stream, and its
+    experts.
+    """
 
     batch: frozenset[int] = frozenset()
     sequence: frozenset[int] = frozenset()
     residual: frozenset[int] = frozenset()
+    experts: frozenset[int] = frozenset()
 
     def allowed(self, splits: str, atom: Atom) -> bool:
         """Whether a rule that splits such dims ("batch", "features", "inner", …) may split an
@@ -49,6 +53,8 @@ class Kinds:
                 return number in self.sequence
             case "residual":
                 return number in self.residual
+            case "experts":
+                return number in self.experts
             case "features":
                 return number not in self.batch | self.sequence
             case "unsequenced":
@@ -138,7 +144,32 @@ def dim_kinds(program: Program) -> Kinds:
             samples = dims[0][0]
             batch |= {samples.number} if samples.size == notes.batch.size else set()
     residual = _residual_atoms(program)
-    return Kinds(frozenset(batch), frozenset(sequence) - residual, residual)
+    experts = frozenset(atom.number for atom in expert_atoms(program))
+    return Kinds(frozenset(batch), frozenset(sequence) - residual, residual, experts)
+
+
+def expert_atoms(program: Program) -> tuple[Atom, ...]:
+    """Return the atoms that number a model's experts, in the order of the graph: those of a layer
+    of experts that is one op, and those that an einsum keeps of a weight and of its other operand,
+    as e of "ecd,edf->ecf".
+    """
+    notes = program.annotations
+    assert notes is not None
+    found: dict[int, Atom] = {}
+    for node in program.module.graph.nodes:
+        spec = notes.specs.get(node.name)
+        if spec is None or spec.product is None:
+            continue
+        names = spec.uneven
+        operands = [n for n in operands_of(node) if n is not None]
+        if not names and len(operands) == 2 and node.target in _BATCHED:
+            in_weight = [producer(n) in notes.weights for n in operands]
+            left, right = ({f for dim in dims or () for f in dim} for dims in spec.operands)
+            in_result = {f for dim in spec.results[0] for f in dim}
+            names = frozenset(left & right & in_result) if sum(in_weight) == 1 else names
+        for name in sorted(names):
+            found |= {atom.number: atom for atom in notes.factors[node.name][name]}
+    return tuple(found.values())
 
 
 def _residual_atoms(program: Program) -> frozenset[int]:

@@ -23,7 +23,7 @@ from autopar.ir import plan_file, plan_view
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
-from autopar.ir.plan_table import Collective, Memory, Row, blocks_text
+from autopar.ir.plan_table import Collective, Memory, Padding, Row, blocks_text
 from autopar.world import World, json_file
 from autopar.world.world import CALIBRATED
 
@@ -41,6 +41,7 @@ _FACTS = (
 _NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit")
 _UNCONVERTED = (
     "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
+    "padding",
 )  # fmt: skip
 # Fields of a file.
 _LAYOUT_FIELDS = ("mesh", "stored", "outputs", "copies", "recompute", "regather", "rerun")
@@ -110,6 +111,8 @@ class Plan:
     groups: tuple[str, ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so
     overlapped: float | None = None
+    # factors of dims that are padded with zeros, so that axes divide them
+    padding: tuple[Padding, ...] = ()
     # digests of the splits and of the layouts, as autopar planned them: edits change them
     planned: tuple[str, str] = field(default=("", ""), compare=False)
     # which figures of a file differ from those computed anew, in sentences
@@ -294,6 +297,7 @@ class Plan:
             "meshes": [list(pair) for pair in self.meshes],
             "smaller": None if self.smaller is None else list(self.smaller),
             "overlapped": self.overlapped,
+            "padding": [asdict(each) for each in self.padding],
             "reduce_dtype": plan_file.REDUCE_DTYPES[self.reduce_dtype],
         }
         return {**data, "planned": list(self.planned if any(self.planned) else _digests(data))}

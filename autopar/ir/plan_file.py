@@ -24,7 +24,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 from autopar.errors import LayoutError, PlanError, WorldError
 from autopar.ir.layout import I, Layout, P, R, State
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_table import STATES, Amount, Collective, Memory, Row
+from autopar.ir.plan_table import STATES, Amount, Collective, Memory, Padding, Row
 from autopar.world import World, json_file
 from autopar.world.json_file import shown
 
@@ -179,6 +179,7 @@ class PlanFile:
     microbatches: Annotated[int, Field(ge=1, le=2**20)] = 1
     sums_once: bool = True
     interleaved: bool = False
+    padding: tuple[Padding, ...] = ()
 
 
 @cache

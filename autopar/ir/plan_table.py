@@ -47,6 +47,20 @@ class Collective:
 
 
 @dataclass(frozen=True)
+class Padding:
+    """A factor of a dim that is padded with zeros: `place` among the factors of dim `dim` of the
+    value of `node`, from `size` to `padded`.
+    """
+
+    __pydantic_config__ = _STRICT
+    node: str
+    dim: Annotated[int, Field(ge=0, le=64)]
+    place: Annotated[int, Field(ge=0, le=64)]
+    size: Annotated[int, Field(ge=2, le=2**62)]
+    padded: Annotated[int, Field(ge=2, le=2**62)]
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the table: a subgraph, what its matmuls split on each axis, its collectives, and
     the sums of its bytes and seconds.

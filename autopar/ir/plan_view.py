@@ -66,9 +66,10 @@ def table(plan: Plan) -> PrintedTable:
     if plan.overlapped is not None:
         lines.add_section()
         lines.add_row(*_cells(plan, summed_rows(plan.rows)))
+    experts = "e experts, " if any(_splits_experts(row.layout) for row in plan.rows) else ""
     legend = (
-        "axis→loop dim of Y(m,n) = X(m,k)·W(k,n), dim of another result, or state where none is "
-        "split: I equal on all ranks, R so but for partial gradients, P parts of a sum\n"
+        f"axis→loop dim of Y(m,n) = X(m,k)·W(k,n), {experts}dim of another result, or state where "
+        "none is split: I equal on all ranks, R so but for partial gradients, P parts of a sum\n"
         "AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
     )
     lines.caption = "\n".join(
@@ -82,6 +83,11 @@ def table(plan: Plan) -> PrintedTable:
         ]
     )
     return lines
+
+
+def _splits_experts(layout: str) -> bool:
+    """Whether a row's layout, as "data→m, expert→m e", gives an axis the experts."""
+    return any("e" in axis.partition("→")[2].split() for axis in layout.split(","))
 
 
 def _cells(plan: Plan, row: Row) -> list[str]:

@@ -22,6 +22,7 @@ from torch import fx
 
 from autopar._compat import pytree
 from autopar.ir.layout import Element, Layout
+from autopar.ir.padding import Pad
 from autopar.ir.plan import Plan
 from autopar.ir.sharding_rule import OpShardingRule
 
@@ -208,6 +209,13 @@ class Program:
     dtypes: dict[str, torch.dtype] = field(
         default_factory=dict
     )  # after the rewrite: those of its placeholders
+    padding: dict[Value, tuple[Pad, ...]] = field(
+        default_factory=dict
+    )  # of the values that passes/pad.py has padded
+
+    def pads(self, placeholder: str) -> tuple[Pad, ...]:
+        """Return the padding of an input of the graph, which the model has without it."""
+        return self.padding.get((placeholder, 0), ())
 
 
 def same_inputs(program: Program) -> None:

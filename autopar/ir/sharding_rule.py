@@ -97,6 +97,11 @@ class OpShardingRule:
     attends: Attends | None = None  # for attention
     band: Band | None = None  # for attention whose queries see other keys by their positions
     nonlinear: bool = False
+    # Factors whose parts are not equal work, as experts with unequal numbers of tokens: where one
+    # is split, the busiest rank does `skew` times the mean.
+    uneven: frozenset[str] = frozenset()
+    skew: float = 1.0
+    inside: tuple[Dims, ...] = ()  # tensors that the op makes on the way, by their factors
     found: str = "rule"  # the source of the rule: "rule", "probe", or "none"
 
     def splittable(self, factor: str) -> bool:

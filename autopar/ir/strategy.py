@@ -133,6 +133,9 @@ def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
         spec.attends,
         spec.band,
         spec.nonlinear,
+        spec.uneven,
+        spec.skew,
+        spec.inside,
         atoms,
     )
 

@@ -21,12 +21,17 @@ from autopar.ir.band import Band
 from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
+from autopar.ops.experts import expert_layer, experts_op
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
-from autopar.ops.rules.reductions import bag_length
+from autopar.ops.rules.reductions import bag_length, reduced_dims
 from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS, slice_extent
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 
 aten = torch.ops.aten
+
+# In the meta of a softmax or a cross entropy whose dim is padded: the size of that dim without its
+# padding, which must not count (passes/pad.py).
+UNPADDED = "unpadded"
 
 
 @dataclass
@@ -248,8 +253,35 @@ def _transposed_convolution(call: Call) -> fx.Node:
 def _group_norm(call: Call) -> fx.Node:
     values, layout = call.values(), call.operand_layouts[0]
     assert layout is not None
+    if values["num_groups"] == 1:
+        return _normalised_from(call, 1)
     values["num_groups"] = values["num_groups"] * layout.local_shape[1] // layout.shape[1]
     return call.again(values)
+
+
+@_emits(aten.instance_norm.default)
+def _instance_norm(call: Call) -> fx.Node:
+    return _normalised_from(call, 2)
+
+
+def _normalised_from(call: Call, first: int) -> fx.Node:
+    """Emit the norm over all dims from this one on."""
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    axes = tuple(a for dim in range(first, len(layout.shape)) for a in _axes_of_dim(layout, dim))
+    if not axes:
+        return call.again(values)
+    return call.emit(
+        sharded.group_norm,
+        values["input"],
+        values["weight"],
+        values["bias"],
+        first,
+        values["eps"],
+        math.prod(layout.shape[first:]),
+        axes,
+        str(layout.mesh),
+    )
 
 
 # -- sums ------------------------------------------------------------------------------------------
@@ -341,11 +373,39 @@ def _batch_norm(call: Call) -> fx.Node:
     )
 
 
+@_emits(aten.linalg_vector_norm.default)
+def _vector_norm(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
+    dims = sorted(reduced_dims(call.node))
+    axes = tuple(axis for dim in dims for axis in _axes_of_dim(layout, dim))
+    if not axes:
+        return call.again(values)
+    source, dtype = values["self"], values["dtype"]
+    if dtype is not None:
+        source = call.emit(aten._to_copy.default, source, dtype=dtype)
+    return call.emit(
+        sharded.vector_norm,
+        source,
+        float(values["ord"]),
+        dims,
+        values["keepdim"],
+        axes,
+        str(layout.mesh),
+    )
+
+
 @_emits(aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
 def _softmax(call: Call) -> fx.Node:
     layout, values = call.operand_layouts[0], call.values()
+    assert layout is not None
     axes = _axes_of_dim(layout, values["dim"])
-    if not axes or layout is None:
+    if (size := call.node.meta.get(UNPADDED)) is not None:
+        coordinates, digits = call.digits(layout, values["dim"])
+        name = next(iter(values))
+        where = [values["dim"], size, coordinates, [tuple(d) for d in digits]]
+        values[name] = call.emit(sharded.mask_padding, values[name], *where)
+    if not axes:
         return call.again(values)
     log = call.node.target in (aten.log_softmax.int, aten._log_softmax.default)
     source = next(iter(values.values()))
@@ -372,6 +432,16 @@ def _embedding(call: Call) -> fx.Node:
         [tuple(d) for d in digits],
         padding if padding is not None and padding >= 0 else None,
     )
+
+
+@_emits(experts_op)
+def _experts(call: Call) -> fx.Node:
+    layout, values = call.operand_layouts[3], call.values()
+    assert layout is not None
+    coordinates, digits = call.digits(layout, 0)
+    if not digits:
+        return call.emit(expert_layer, *values.values())
+    return call.emit(sharded.experts, *values.values(), coordinates, [tuple(d) for d in digits])
 
 
 @_emits(aten.embedding_bag.padding_idx)
@@ -405,6 +475,11 @@ def _cross_entropy(call: Call) -> fx.Node:
     class_dim = 1 if len(layout.shape) > 1 else 0
     coordinates, digits = call.digits(layout, class_dim)
     tokens = tuple(axis for axis in layout.axes_of("S") if axis not in {d.axis for d in digits})
+    classes = call.node.meta.get(UNPADDED, layout.shape[class_dim])
+    if not digits and classes < layout.shape[class_dim]:
+        for name, dim in (("self", class_dim), ("weight", 0)):
+            if values[name] is not None:
+                values[name] = call.emit(aten.slice.Tensor, values[name], dim, 0, classes)
     if not digits and not tokens:
         return call.again(values)
     return call.emit(
@@ -415,7 +490,7 @@ def _cross_entropy(call: Call) -> fx.Node:
         _REDUCTIONS[values["reduction"]],
         values["ignore_index"],
         values["label_smoothing"],
-        layout.shape[class_dim],
+        classes,
         coordinates,
         [tuple(d) for d in digits],
         tokens,

@@ -1,7 +1,8 @@
 """Graph rewrites, in the order in which they run, in two lists. Each has a name, a function and a
 contract, which the pass manager checks after every run. No pass imports another.
 
-    trace/ → draws → masks → annotate → chains → (the planner chooses a plan) → PIPELINE → recompute
+    trace/ → draws → masks → annotate → chains → (the planner chooses a plan, of a program that went
+    through pad where no axis divides a dim) → PIPELINE → recompute
     → (AOTAutograd derives a forward and a backward) → OVERLAP on each of the two
 
     PIPELINE    run(program, world) -> Program         check(program)

@@ -52,6 +52,7 @@ _TOKEN_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 _MEAN_LOSSES = (*ENTRYWISE_LOSSES, *ROW_LOSSES, aten.cross_entropy_loss.default)
 _MEAN, _SUM = 1, 2  # aten's numbers of reductions
 _ADDS = (aten.add.Tensor, aten.sub.Tensor)
+_PRODUCTS = (aten.mul.Tensor, aten.dot.default)
 _SPREADS = (*FILLS, *NEW_FILLS, *DRAWS, aten.expand.default, aten.full_like.default)
 
 
@@ -234,6 +235,9 @@ class _Division:
             return
         sums = [n for n in operands if self.states[n] == "sum"]
         untrained = [n for n in sums if n not in self.trained]
+        if not untrained and len(set(sums)) > 1 and node.target in _PRODUCTS:
+            why = "is a product of two sums over the batch, as a router's auxiliary loss is"
+            raise self._refusal(node, why)
         if not untrained:
             raise self._refusal(node, "needs a sum over all parts, which is there at the end")
         for operand in untrained:  # other uses may take the part's share

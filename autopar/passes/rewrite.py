@@ -271,7 +271,7 @@ class _Rewriter:
             emitted = emitted.next
         gradient = any(producer(n) in self.notes.gradient for n in node.all_input_nodes)
         new.meta["inside"] = [
-            x for x in inner_collectives(node.target, layouts) if gradient or not x.backward
+            x for x in inner_collectives(node, layouts) if gradient or not x.backward
         ]
         return new
 

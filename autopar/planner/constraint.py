@@ -34,7 +34,7 @@ class Role:
     `stored`: how parameters are stored: "whole", "every" (all are split), "split" (all but
     vectors), "any", or the loop dim of their matmul that is split, "n" or "k". `spread`: other ops
     split wherever they can. `apart`: no other axis takes the same loop dim of a matmul with a
-    weight.
+    weight. `experts`: it splits experts where their weights are multiplied.
     """
 
     takes: str = "mnk"
@@ -43,6 +43,7 @@ class Role:
     stored: str = "any"
     spread: bool = False
     apart: bool = False
+    experts: bool = False
 
     def stores(self, dims: int, letters: Sequence[str | None]) -> list[bool]:
         """Return which of several ways to store a parameter with `dims` dims fit. Each way is the
@@ -110,15 +111,25 @@ class Constraint:
                 and (not letters or loop_dim_of(spec, s.factor) in letters)
             ]
 
+        if role.experts and spec.product is not None and (split := among("experts")):
+            if self._on_experts(spec, factors):
+                return split
+            if not has_weight(spec):  # as a dispatch of tokens to experts
+                return [*split, *among(role.splits)]
         if has_weight(spec):
             features_or_splits = "features" if role.splits in ("residual", "inner") else role.splits
-            return among(role.splits, role.takes) or among(features_or_splits, role.takes) or idle
+            taken = among(role.splits, role.takes) or among(features_or_splits, role.takes)
+            # Tensor parallelism splits every expert, as long as there is something to split.
+            inner = [s for s in taken if getattr(s, "factor", "") not in spec.uneven]
+            return inner or taken or idle
         if spec.product is not None:
             return among(role.splits) or idle
         if role.elsewhere == "sequence" and self._on_residual(factors):
             return among("sequence") or idle
         splits = "inner" if role.elsewhere == "sequence" else role.elsewhere or role.splits
         allowed = among(splits)
+        if role.experts and (of_experts := among("experts")):
+            return [*allowed, *of_experts] if allowed else [*of_experts, *idle]
         rows = splits in ("batch", "sequence")
         if rows and not allowed and math.prod(spec.sizes.values()) > 1:
             # Sums over rows are scalars by the time they are communicated.
@@ -126,6 +137,19 @@ class Constraint:
         if rows or role.spread:
             return allowed or idle
         return [*allowed, *idle]
+
+    def _on_experts(self, spec: OpShardingRule, factors: Factors) -> bool:
+        """Whether an operand holds something of each expert and nothing of a sample, as a weight
+        of theirs.
+        """
+        held = [
+            {a.number for dim in dims for name in dim for a in factors[name]}
+            for dims in spec.operands
+            if dims is not None
+        ]
+        return any(x & self.kinds.experts and not x & self.kinds.batch for x in held) and (
+            bool(spec.uneven) or not has_weight(spec)
+        )
 
     def _on_residual(self, factors: Factors) -> bool:
         return any(

@@ -35,6 +35,7 @@ _SHOWN = 12  # strategies that a refusal lists
 _DECIDED = (
     "mesh", "choices", "stored", "copies", "outputs", "panels", "recompute", "regather", "rerun",
     "reduce_dtype", "world", "microbatches", "sums_once", "interleaved",
+    "padding",
 )  # fmt: skip
 _ALIKE = 1e-6  # relative: what rounding may change of a figure
 

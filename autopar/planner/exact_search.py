@@ -23,6 +23,7 @@ from autopar.ir.dim_roles import goes_with_weight
 from autopar.ir.graph import carries_gradient, module_path, producer
 from autopar.ir.layout import I, Layout, R
 from autopar.ir.mesh import Mesh
+from autopar.ir.padding import plain_shards
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
@@ -149,10 +150,11 @@ class Search:
         path = self.owner.get(node.name, "")
         rules = (self.constraint.roles(path), self.constraint.letters.get(node.name))
 
-        joint = None if self.among is None else self.among[node.name]
+        pads = self.program.pads(node.name) if parameter else ()
+        joint = None if self.among is None or pads else self.among[node.name]
         already = self.constraint.stored_already(node.name, gradient) if parameter else None
 
-        key = ("stored", shape, signature, size, gradient, parameter, rules, joint, already)
+        key = ("stored", shape, signature, size, gradient, parameter, rules, joint, already, pads)
         options = self.known.find(key)
         if options is None:
             layouts = placements(dims, shape, self.mesh, I if gradient else R, joint)
@@ -162,6 +164,7 @@ class Search:
             elif not parameter or self.notes.replicated_parameters:
                 layouts = layouts[:1]
             else:
+                layouts = [layout for layout in layouts if plain_shards(layout, pads)]
                 layouts = self.constraint.storage(node.name, path, layouts)
             seconds = [self._stored_seconds(x, size) if parameter else 0.0 for x in layouts]
             options = self.known.add(key, layouts, seconds)

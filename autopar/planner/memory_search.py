@@ -49,9 +49,12 @@ from autopar.planner.request import Layouts, PlanRequest
 _STEP = 8.0  # factor between the first prices; its square root after a turn
 _TRIES = 4
 _ROUNDS = 2  # of _TRIES prices each; what else a plan holds is corrected between
+_FIRST_MESHES, _NEAR = 48, 2.0  # meshes at the first price: by their bounds without one
 _MESHES = 24  # meshes searched at the second and later prices: the best at the first price
+_NAMED, _CLOSE = 2, 1.1  # named layouts searched at prices: those within a tenth of the best
 _PROMISING = 2  # plans of a round that are rematerialized to fit
 _LESS = 0.995  # of the limit, where an estimate of a peak was too low
+_FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory decides nearly alone
 _PRICES = (0.25, 0.5, 1.0, 2.0)  # of all bytes held, in step times of the plan of least time
 
 
@@ -88,10 +91,10 @@ def search_within_memory(
     the fastest found that fits, or that of least memory where none does.
     """
     assert request.budget is not None
-    return _search(several, _LimitedSearch(model, request, request.budget))
+    return _search(several, LimitedSearch(model, request, request.budget))
 
 
-def _search(several: list[Program], under: _LimitedSearch) -> Program:
+def _search(several: list[Program], under: LimitedSearch) -> Program:
     """Return what `search_within_memory` does, for the aim of a search."""
     for chosen in several if len(several) > 1 else ():
         if (fitting := under.dropping_nothing(chosen)) is not None:
@@ -106,7 +109,7 @@ def _search(several: list[Program], under: _LimitedSearch) -> Program:
     return _with_limit_and_bound(fastest, chosen, under)
 
 
-def _with_limit_and_bound(found: _Tried, chosen: Program, under: _LimitedSearch) -> Program:
+def _with_limit_and_bound(found: _Tried, chosen: Program, under: LimitedSearch) -> Program:
     """Return the program, its plan with the limit and a bound. `chosen`: the program of
     least time.
     """
@@ -131,23 +134,43 @@ def _fits_as_chosen(found: _Tried, chosen: Program, budget: Budget) -> bool:
     return found.program is chosen and budget.fits(found.memory)
 
 
-def _named_layout_plans(free: _LimitedSearch, best: _Tried) -> Iterator[_Tried]:
+def _named_layout_plans(free: LimitedSearch, best: _Tried) -> Iterator[_Tried]:
     """Yield plans of named layouts that could beat the best that fits: those of least time, made to
     fit, then those at prices. No bound of "auto" excludes a mesh: named layouts may replicate what
     it must split.
     """
-    contenders: list[tuple[_LimitedSearch, Program]] = []
+    contenders: list[tuple[LimitedSearch, Program]] = []
     for name in rivals(free.model.program) if free.world.ranks > 1 else ():
         if (plan := free.model.named(name)) is None:
             continue
         chosen = free.model.chosen(plan, free.request).program
         contenders.append((free.under(name), chosen))
     contenders.sort(key=lambda pair: _plan(pair[1]).seconds)
-    for find in (_LimitedSearch.fitted, _LimitedSearch.best):
-        for under, chosen in contenders:
-            if not free.aim.fits(best.memory) or _plan(chosen).seconds < best.seconds:
-                best = _best([best, find(under, chosen)], free.aim)
-                yield best
+
+    def could_win(chosen: Program) -> bool:
+        return not free.aim.fits(best.memory) or _plan(chosen).seconds < best.seconds
+
+    fitted: list[tuple[float, LimitedSearch, Program]] = []
+    for under, chosen in contenders:
+        if could_win(chosen):
+            tried = under.fitted(chosen)
+            fitted.append((_promised(tried, free.aim), under, chosen))
+            best = _best([best, tried], free.aim)
+            yield best
+    fitted.sort(key=lambda each: each[0])
+    if free.model.deep.runs:  # of many equal blocks some do more again, so prices add little
+        close = _CLOSE * _promised(best, free.aim) if free.aim.fits(best.memory) else 0.0
+        fitted = [each for each in fitted[:_NAMED] if each[0] <= close]
+    for _, under, chosen in fitted:
+        if could_win(chosen):
+            best = _best([best, under.best(chosen)], free.aim)
+            yield best
+
+
+def _promised(tried: _Tried, budget: Budget) -> float:
+    """Return the seconds of a plan, in proportion more where its peak is above the limit."""
+    assert budget.memory_bytes is not None
+    return tried.seconds * max(1.0, tried.memory.peak / budget.memory_bytes)
 
 
 def _best(tried: list[_Tried], budget: Budget) -> _Tried:
@@ -158,7 +181,7 @@ def _best(tried: list[_Tried], budget: Budget) -> _Tried:
     return min(tried, key=lambda candidate: candidate.memory.peak)
 
 
-class _LimitedSearch:
+class LimitedSearch:
     """The search under a memory limit for one layout. `budget` is the limit for exact peaks; `aim`
     is the limit for the search and its estimates, lower where estimates turned out too low.
     """
@@ -176,30 +199,35 @@ class _LimitedSearch:
         self._fitted: dict[int, _Tried] = {}  # by id; _ladders keeps the programs alive
         self._ladders: dict[int, tuple[Program, RematerializationSearch]] = {}
 
-    def under(self, layout: Layouts) -> _LimitedSearch:
+    def under(self, layout: Layouts) -> LimitedSearch:
         """Return the search for another layout."""
-        return _LimitedSearch(self.model, self.request.under(layout), self.aim)
+        return LimitedSearch(self.model, self.request.under(layout), self.aim)
 
     def _candidates(self) -> list[Candidate]:
         return list(candidates(self.layout, self.world.ranks, self.program))
 
-    def lower(self, off: float) -> _LimitedSearch:
+    def lower(self, off: float) -> LimitedSearch:
         """Return the search with an aim lower by `off`, by which an estimate was too low."""
         assert self.budget.memory_bytes is not None
         limit_bytes = self.budget.memory_bytes * off * _LESS
         aim = dataclasses.replace(self.budget, memory_bytes=limit_bytes)
-        return _LimitedSearch(self.model, self.request, aim)
+        return LimitedSearch(self.model, self.request, aim)
 
     def best(self, chosen: Program) -> _Tried:
         """Return the best plan found; `chosen` is the program of least time."""
         least = self.fitted(chosen)
         if _fits_as_chosen(least, chosen, self.aim):
             return least
-        self.meshes = self._candidates()
+        bounds, meshes = bounds_of(_plan(chosen)), self._candidates()
+        known = len(bounds) == len(meshes)
+        self.meshes = promising_meshes(bounds, meshes, _FIRST_MESHES, _NEAR) if known else meshes
         if self.aim.fits(least.memory):
             return self._traded(chosen, least)
+        frugal = self.frugal(least.seconds, least.memory.peak)
+        if not self.aim.fits(frugal.memory):
+            return _best([least, frugal], self.aim)
         price = least.seconds / max(1.0, least.memory.peak)
-        tried = [least]
+        tried = [least, frugal]
         for _ in range(_ROUNDS):
             besides = self._besides(tried[-1])
             priced = self._at_prices(price, besides)
@@ -210,6 +238,15 @@ class _LimitedSearch:
             if self.aim.fits(_best(tried, self.aim).memory):
                 break
         return self._settled(priced[0], tried)
+
+    def frugal(self, seconds: float, peak_bytes: float) -> _Tried:
+        """Return the plan at a price so high that memory decides nearly alone, made to fit: if it
+        does not, hardly any does. `seconds`, `peak_bytes`: of any plan, to set the price by.
+        """
+        self.meshes = self.meshes or self._candidates()
+        price = Price(self.saved, _FRUGAL * seconds / max(1.0, peak_bytes))
+        plan = self.regathering.best(self.meshes, price, tries=1)
+        return self.fitted(self._once(self._priced(plan, price)))
 
     def _traded(self, chosen: Program, least: _Tried) -> _Tried:
         """Return the best plan found where that of least time fits by rematerialization: at the

@@ -17,6 +17,7 @@ from autopar.errors import LayoutError
 from autopar.ir.dim_roles import (
     Kinds,
     dim_kinds,
+    expert_atoms,
     loop_dim_atoms,
     parameter_loop_dims,
     parameter_products,
@@ -33,6 +34,7 @@ from autopar.planner.request import (
     Grid4D,
     Grid25D,
     GridContext,
+    GridEP,
     GridHSDP,
     Layouts,
 )
@@ -40,6 +42,7 @@ from autopar.planner.request import (
 _DATA = Role("m", "batch", stored="whole")
 _SHARDED_DATA = Role("m", "batch", stored="split")
 _EVERY_SHARDED = Role("m", "batch", stored="every")
+_EXPERT = Role("m", "batch", stored="every", experts=True)
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
 _CONTEXT = Role("m", "sequence", stored="every")
@@ -59,7 +62,7 @@ _ONE_AXIS = {
     "megatron-sp": ("tp", _SEQUENCE),
     "cp": ("context", _CONTEXT),  # context parallelism: arXiv 2407.21783, section 3.3.2
 }
-NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d")
+NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d", "ep")
 
 
 # -- from a layout to meshes -----------------------------------------------------------------------
@@ -81,6 +84,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
     for grid in _grids(layout, ranks):
         try:
             mesh, roles = _mesh(grid, ranks)
+            _check_experts(grid, mesh, roles, program)
             _check_batch(grid, mesh, roles, program)
             _check_sequence(grid, mesh, roles, program, kinds)
             _check_products(grid, mesh, roles, weight_products, with_convolutions)
@@ -105,6 +109,17 @@ def rivals(program: Program) -> tuple[str, ...]:
         for dims in [program.annotations.dims[entry.node, 0]]
     )
     return tuple(name for name in NAMES[1:] if cut or name != "cp")
+
+
+def roles_of(layout: Layouts) -> Iterator[Role | None]:
+    """Yield the roles of a layout's axes; None for axes that may split anything."""
+    if isinstance(layout, Mapping):
+        for each in layout.values():
+            yield from roles_of(each)
+    elif isinstance(layout, str) and layout in _ONE_AXIS:
+        yield _ONE_AXIS[layout][1]
+    else:
+        yield None
 
 
 def _summa_axes(grid: str | Grid) -> tuple[str, ...]:
@@ -139,6 +154,9 @@ def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
             grids = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
         case "2.5d":
             grids = [*_tesseracts(ranks)]
+        case "ep":
+            grids = [GridEP(data, size) for data, size in _factorings(ranks, 2) if size > 1]
+            grids = grids or [GridEP(expert=ranks)]
         case _:
             raise LayoutError(
                 f"unknown layout {layout!r}; known ones: {', '.join(NAMES)}, a Grid…, or a dict "
@@ -222,6 +240,9 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
             axes = _axes(layout.within, ranks // layout.context)
             place = sum(role.splits == "batch" for *_, role in axes)
             return [*axes[:place], ("context", layout.context, _CONTEXT), *axes[place:]]
+        case GridEP():
+            outer = [("data", layout.data, _EVERY_SHARDED), ("expert", layout.expert, _EXPERT)]
+            return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
         case Grid25D():
             _check_depth(layout, ranks)
             inner = [("row", layout.q, _SUMMA_ROW), ("col", layout.q, _SUMMA_COLUMN)]
@@ -356,6 +377,30 @@ def _check_sequence(
             f"but the inputs have {found}: use a length that {axis.size} divides, fewer ranks, "
             "or layout 'auto'"
         )
+
+
+def _check_experts(
+    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], program: Program
+) -> None:
+    """Check that the model has experts, where an axis is to split them, and that it divides them.
+    Raises LayoutError.
+    """
+    atoms = expert_atoms(program) if isinstance(layout, GridEP) else ()
+    if isinstance(layout, GridEP) and not atoms:
+        raise LayoutError(
+            f"layout {layout!r} is for a mixture of experts, and the model has none that are one "
+            "op or an einsum over a weight of theirs, (experts, …): use another layout, or 'auto'"
+        )
+    for axis in (axis for axis, role in zip(mesh.axes, roles, strict=True) if role.experts):
+        uneven = [atom.size for atom in atoms if atom.size % axis.size]
+        if uneven:
+            sizes = [n for n in range(2, axis.size + 1) if not any(a.size % n for a in atoms)]
+            remedy = f"expert={sizes[-1]} and more data" if sizes else "another layout"
+            raise LayoutError(
+                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on a layer of "
+                f"{uneven[0]} experts, of which every rank would hold {uneven[0] / axis.size:.3g}: "
+                f"use {remedy}, or layout 'auto'"
+            )
 
 
 class _Products:

@@ -41,7 +41,7 @@ def node_costs(
     gradient = carries_gradient(notes, node)
     dtype = next(v.dtype for v in results_of(node) if isinstance(v, torch.Tensor))
     seconds = node_seconds(notes.specs[node.name], strategy, dtype, gradient, world)
-    collectives = inner_collectives(node.target, strategy.operands)
+    collectives = inner_collectives(node, strategy.operands)
     sent = [collective for collective in collectives if gradient or not collective.backward]
     return seconds, list(inner_costs(sent, mesh, world))
 

@@ -29,6 +29,7 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.planner.mesh_search import check_choices
+from autopar.planner.padding import with_padding_of
 from autopar.planner.request import PlanRequest
 from autopar.world import World, json_file
 from autopar.world.world import say_once
@@ -50,10 +51,10 @@ def chosen_before(
     if not folder:
         return search(program)
     path = Path(folder).expanduser() / f"{_key(program, graph, world, request)}.json"
-    plan = _kept(path, program)
-    if plan is not None:
+    kept = _kept(path, program)
+    if kept is not None:
         say_once(f"the plan is read from {path}, no search was made; unset {FOLDER} to search anew")
-        return dataclasses.replace(program, plan=plan)
+        return kept
     program = search(program)
     assert program.plan is not None
     try:
@@ -64,9 +65,9 @@ def chosen_before(
     return program
 
 
-def _kept(path: Path, program: Program) -> Plan | None:
-    """Return the plan of this file; None where there is none that is whole and as it was
-    written.
+def _kept(path: Path, program: Program) -> Program | None:
+    """Return the program with the plan of this file; None where there is none that is whole and as
+    it was written.
     """
     if not path.exists():
         return None
@@ -75,10 +76,11 @@ def _kept(path: Path, program: Program) -> Plan | None:
         if plan.edited:
             return None
         plan = dataclasses.replace(plan, planned=("", ""))
-        check_choices(dataclasses.replace(program, plan=plan))
+        kept = dataclasses.replace(with_padding_of(program, plan), plan=plan)
+        check_choices(kept)
     except (AutoparError, AssertionError):
         return None
-    return plan
+    return kept
 
 
 def _key(program: Program, graph: str, world: World, request: PlanRequest) -> str:

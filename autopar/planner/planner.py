@@ -43,18 +43,21 @@ from autopar.passes import PIPELINE, annotate, draws, masks, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
+from autopar.passes.trace.experts import one_op_of_experts
 from autopar.passes.trace.signature import without_cache
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.constraint import Constraint
 from autopar.planner.deep_models import ShortenedModel
+from autopar.planner.expert_notes import expert_notes
 from autopar.planner.memory_search import search_within_memory
 from autopar.planner.mesh_search import check_choices, exact, search_meshes
 from autopar.planner.overlap_search import plans_by_step
+from autopar.planner.padding import search_with_padding, with_padding_of
 from autopar.planner.part_plans import in_turns, leanest, plan_of_part, sums_once
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.rematerialize import rematerialize_to_fit
 from autopar.planner.request import Layouts, PlanRequest
-from autopar.planner.unsplit import idle_note, replicated, uneven_notes
+from autopar.planner.unsplit import idle_note, padding_notes, replicated, uneven_notes
 from autopar.planner.why import Why, why
 from autopar.planner.world_size import larger_world
 from autopar.world import World
@@ -119,9 +122,7 @@ class PlanContext:
             e for e in self.program.signature.inputs if e.kind not in ("coordinate", "seed")
         )
         signature = dataclasses.replace(self.program.signature, inputs=user_inputs)
-        traced = dataclasses.replace(
-            self.program, module=self.graphs["annotate"], signature=signature
-        )
+        traced = dataclasses.replace(self.program, module=self.source.module, signature=signature)
         return formula(traced, self.program, pattern)
 
 
@@ -178,7 +179,7 @@ def call_arguments(inputs: Inputs) -> Call:
 def trace_model(model: nn.Module, inputs: Inputs, manager: PassManager | None = None) -> Program:
     """Return the program that exporting and simplifying the model on these inputs gives."""
     args, kwargs = call_arguments(inputs)
-    with without_cache(model, kwargs):
+    with without_cache(model, kwargs), one_op_of_experts(model):
         return _traced(model, args, kwargs, manager)
 
 
@@ -214,6 +215,7 @@ def choose_plan(
     (plan_cache.py).
     """
     search = partial(search_plan, world=world, request=request)
+    search = partial(search_with_padding, search, world=world, request=request)
 
     def choose(program: Program) -> Program:
         name, count = fingerprint(program), request.microbatches
@@ -232,9 +234,12 @@ def choose_on_stored(manager: PassManager, program: Program, world: World, plan:
     """
 
     def choose(program: Program) -> Program:
+        program = with_padding_of(program, plan)
         constraint = Constraint(plan.layout, stored=plan.stored)
         best, bound = exact(frame(program), plan.mesh, constraint, world, thorough=False)
-        return dataclasses.replace(program, plan=dataclasses.replace(best, bound=bound))
+        return dataclasses.replace(
+            program, plan=dataclasses.replace(best, bound=bound, padding=plan.padding)
+        )
 
     return manager.run("choose", program, choose, check_choices)
 
@@ -319,11 +324,13 @@ def finish_plan(
 def _with_reasons(
     plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
 ) -> Plan:
-    """Return the plan with notes on sizes that no axis divides and, where "auto" replicates matmuls
-    that an axis could split, one sentence for all of them: it had the choice, so no layout is the
-    reason.
+    """Return the plan with notes on sizes that no axis divides, padded or not, on tokens of experts
+    and, where "auto" replicates matmuls that an axis could split, one sentence for all of them: it
+    had the choice, so no layout is the reason.
     """
-    notes, sentences = (*plan.notes, *uneven_notes(chosen, plan)), plan.unsplit
+    notes = (*plan.notes, *padding_notes(chosen, plan), *uneven_notes(chosen, plan))
+    notes += expert_notes(chosen, plan)
+    sentences = plan.unsplit
     if request.layout == "auto":
         idle = [each for each in replicated(chosen, plan.mesh, plan.choices) if each.divides]
         if idle:

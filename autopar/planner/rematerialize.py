@@ -21,11 +21,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from autopar.cost.block_memory import Rise, levels_of, peak_of
+from autopar.cost.block_memory import Rise, peak_of, segments_of
 from autopar.cost.memory import Budget, optimizer_bytes, refusal, step_bytes
 from autopar.cost.parts import memory_of_parts, part_count, unreduced_bytes
 from autopar.cost.peak import peak
-from autopar.cost.summary import rematerialization_seconds, rematerialization_seconds_by_block
+from autopar.cost.summary import (
+    gathered_output_bytes,
+    rematerialization_seconds,
+    rematerialization_seconds_by_block,
+)
 from autopar.ir.graph import block_name, blocks
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
@@ -218,7 +222,7 @@ class RematerializationSteps(RematerializationSearch):
         return self._made[rung]
 
 
-class Way(NamedTuple):
+class BlockRung(NamedTuple):
     """What one block does again in the backward: all of it, gathers of its weights, cheap ops."""
 
     recompute: bool = False
@@ -226,12 +230,12 @@ class Way(NamedTuple):
     rerun: bool = False
 
 
-WAYS = (
-    Way(),
-    Way(regather=True),
-    Way(rerun=True),
-    Way(regather=True, rerun=True),
-    Way(recompute=True),
+BLOCK_RUNGS = (
+    BlockRung(),
+    BlockRung(regather=True),
+    BlockRung(rerun=True),
+    BlockRung(regather=True, rerun=True),
+    BlockRung(recompute=True),
 )
 
 
@@ -239,58 +243,80 @@ class Estimated(RematerializationSearch):
     """The rungs of a deep program, put together from what a block holds and takes in each way.
 
     A shorter program runs once, in which each of five equal blocks goes another way; where a model
-    has fewer of a kind, a few times (cost/block_memory.py).
+    has fewer of a kind, a few times (cost/block_memory.py). A block with layouts of its own beside
+    a run of equal ones is taken to save what one of them saves.
     """
 
     def __init__(self, deep: DeepModel, world: World, budget: Budget) -> None:
         chosen = deep.program
         assert chosen.plan is not None
         self.deep, self.world = deep, world
-        several = DeepModel(chosen, deep, more=len(WAYS))
+        several = DeepModel(chosen, deep, more=len(BLOCK_RUNGS))
         self._short = RematerializationSteps(emit_program(several.longer, world), world, budget)
         self._kinds: dict[str, str] = {}  # of every block: a name that equal blocks share
-        measured: dict[str, tuple[str, ...]] = {}  # by kind: the blocks that go each another way
         self._middle: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
+        several_ways: dict[str, tuple[str, ...]] = {}  # by kind: blocks that go each another way
         for run in several.runs:
             run_names = tuple(block_name(block) for block in run)
             self._kinds |= dict.fromkeys(run_names, run_names[0])
-            measured[run_names[0]] = run_names[1 : 1 + len(WAYS)]
-            self._middle[run_names[len(WAYS)]] = run_names[1 + len(WAYS) : -1]
+            several_ways[run_names[0]] = run_names[1 : 1 + len(BLOCK_RUNGS)]
+            self._middle[run_names[len(BLOCK_RUNGS)]] = run_names[1 + len(BLOCK_RUNGS) : -1]
+        self._like: dict[str, str] = {}  # of a block outside of the runs: the kind of a run beside
+        beside = {kind.rpartition(".")[0]: kind for kind in several_ways}
         for name in self._short.names:
-            measured.setdefault(self._kinds.setdefault(name, name), (name,))
+            if name in self._kinds:
+                continue
+            self._kinds[name] = name
+            if name.rpartition(".")[0] in beside:
+                self._like[name] = beside[name.rpartition(".")[0]]
+            else:
+                several_ways[name] = (name,)
         names = blocks(chosen.module.graph.nodes)
         fetching, cheap = (
-            tuple(name for name in names if measured[self._kinds[name]][0] in found)
+            tuple(n for n in names if several_ways.get(self._kinds[n], (n,))[0] in found)
             for found in (self._short.fetching, self._short.cheap)
         )
         super().__init__(names, fetching, cheap, chosen.plan, budget)
-        self._rises: dict[tuple[str, Way], Rise] = {}
-        self._seconds: dict[tuple[str, Way], float] = {}
+        self._rises: dict[tuple[str, BlockRung], Rise] = {}
+        self._seconds: dict[tuple[str, BlockRung], float] = {}
         self._segments: tuple[str, ...] = ()
-        self._measure(measured)
+        self._measure(several_ways)
         self._base = self._stored_bytes()
 
-    def _measure(self, measured: Mapping[str, Sequence[str]]) -> None:
+    def _measure(self, several_ways: Mapping[str, Sequence[str]]) -> None:
         """Run the shorter program until each kind of block has gone every way."""
-        runs = max(math.ceil(len(WAYS) / len(of_kind)) for of_kind in measured.values())
+        runs = max(math.ceil(len(BLOCK_RUNGS) / len(of_kind)) for of_kind in several_ways.values())
         for number in range(runs):
-            ways = {
-                name: WAYS[(number * len(of_kind) + place) % len(WAYS)]
-                for of_kind in measured.values()
-                for place, name in enumerate(of_kind)
-            }
+            ways = dict.fromkeys(self._like, BlockRung())
+            for of_kind in several_ways.values():
+                for place, name in enumerate(of_kind):
+                    ways[name] = BLOCK_RUNGS[(number * len(of_kind) + place) % len(BLOCK_RUNGS)]
             made = self._short.made(self._rung(ways))
-            levels = levels_of(made, self.budget.optimizer, self.world)
+            segments = segments_of(made, self.budget.optimizer, self.world)
             seconds = rematerialization_seconds_by_block(made, self.world)
             for name, way in ways.items():
                 key = self._kinds[name], way
-                self._rises.setdefault(key, levels.rises.get(name, Rise()))
+                self._rises.setdefault(key, segments.rises.get(name, Rise()))
                 self._seconds.setdefault(key, seconds.get(name, 0.0))
-            for name in levels.rises.keys() - self._kinds.keys():
-                self._rises.setdefault((name, Way()), levels.rises[name])
-            self._start, self._segments = levels.start, tuple(levels.rises)
+            for name in segments.rises.keys() - self._kinds.keys():
+                self._rises.setdefault((name, BlockRung()), segments.rises[name])
+            self._start, self._segments = segments.start, tuple(segments.rises)
 
-    def _rung(self, ways: Mapping[str, Way]) -> Rematerialized:
+    def _rise(self, segment: str, way: BlockRung) -> Rise:
+        """Return how the bytes change over a segment. A block that differs from the run beside it
+        changes as much from one way to another as a block of that run.
+        """
+        kind = self._kinds.get(segment, segment)
+        if (kind, way) in self._rises:
+            return self._rises[kind, way]
+        own, other, usual = (
+            self._rises[kind, BlockRung()],
+            self._rises[self._like[kind], way],
+            self._rises[self._like[kind], BlockRung()],
+        )
+        return Rise(*(o + x - u for o, x, u in zip(own, other, usual, strict=True)))
+
+    def _rung(self, ways: Mapping[str, BlockRung]) -> Rematerialized:
         """Return the rung on which these blocks of the shorter program go these ways, as far as
         they can.
         """
@@ -332,13 +358,14 @@ class Estimated(RematerializationSearch):
     def seconds_of(self, rung: Rematerialized) -> float:
         """Return the estimated seconds of what runs twice on this rung."""
         ways = self._ways(rung)
-        return sum(self._seconds[self._kinds[name], ways[name]] for name in self.names)
+        kinds = {name: self._like.get(name, self._kinds[name]) for name in self.names}
+        return sum(self._seconds[kinds[name], ways[name]] for name in self.names)
 
     def memory_of(self, rung: Rematerialized) -> Memory:
         """Return the estimated memory at the peak on this rung."""
         ways = self._ways(rung)
         rises = [
-            self._rises[self._kinds.get(name, name), ways.get(name, Way())]
+            self._rise(name, ways.get(name, BlockRung()))
             for segment in self._segments
             for name in (segment, *self._middle.get(segment, ()))
         ]
@@ -355,10 +382,12 @@ class Estimated(RematerializationSearch):
         )
         return self._in_parts(memory)
 
-    def _ways(self, rung: Rematerialized) -> dict[str, Way]:
+    def _ways(self, rung: Rematerialized) -> dict[str, BlockRung]:
         recompute, regather, rerun = map(frozenset, rung)
         return {
-            name: Way(True) if name in recompute else Way(False, name in regather, name in rerun)
+            name: BlockRung(True)
+            if name in recompute
+            else BlockRung(False, name in regather, name in rerun)
             for name in self.names
         }
 
@@ -392,14 +421,20 @@ def rematerialize_to_fit(
     if (known_memory := program.plan.memory) is not None and budget.fits(known_memory):
         rungs = RematerializationSteps(program, world, budget)
         return _with_memory(rungs.made(rungs.start), known_memory, budget)
-    fitted, memory = effort(program, world, budget)
+    if known_memory is not None and program.plan.limit == budget.memory_bytes:
+        fitted, memory = program, known_memory  # what was found nearest to this limit
+    else:
+        fitted, memory = effort(program, world, budget)
     if not budget.fits(memory):
         assert budget.memory_bytes is not None and fitted.plan is not None
         again = "; ".join(f"{what} again: {names}" for names, what in fitted.plan.dropped)
         if len(fitted.plan.recompute) == len(blocks(program.module.graph.nodes)):
             again = "every block recomputed"
         auto, name = budget.recompute == "auto", program.plan.layout
-        raise refusal(memory, budget.memory_bytes, world, name, again, auto, larger(memory))
+        outputs = gathered_output_bytes(fitted)
+        raise refusal(
+            memory, budget.memory_bytes, world, name, again, auto, larger(memory), outputs
+        )
     return fitted
 
 

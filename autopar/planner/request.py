@@ -172,7 +172,37 @@ class GridContext:
     within: str | Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP = "fsdp"
 
 
-Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP | GridContext
+@dataclasses.dataclass(frozen=True)
+class GridEP:
+    """A mesh of data · expert · tensor ranks for a mixture of experts. Every axis but `tensor`
+    splits the batch and the stored weights (FSDP); where experts compute, `expert` splits them: a
+    rank holds experts / expert of them, takes in the tokens of its group, and their results are
+    reduce-scattered. `tensor` is Megatron's tensor parallelism, inside every expert too.
+
+    >>> import autopar, torch
+    >>> class Experts(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.up = torch.nn.Parameter(torch.randn(4, 8, 16))
+    ...     def forward(self, x):
+    ...         return torch.einsum("bed,edf->bef", x, self.up)
+    >>> plan = autopar.plan(Experts(), 4, (torch.ones(8, 4, 8),), GridEP(data=2, expert=2))
+    >>> [row.layout for row in plan.rows[:1]]
+    ['data→m, expert→m']
+
+    Words of a layer of experts with r rows on a rank and d columns: (expert - 1)·r·d gathered and
+    as many scattered. `sequence` as in GridHSDP. Raises, when planned, LayoutError where the
+    product of the sizes is not the number of ranks, data · expert does not divide the batch, the
+    model has no experts, or `expert` does not divide them. Source: GShard, arXiv 2006.16668.
+    """
+
+    data: int = 1
+    expert: int = 1
+    tensor: int = 1
+    sequence: bool = True
+
+
+Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP | GridEP | GridContext
 Layouts = str | Grid | Mapping[str, "str | Grid"]
 Outputs = Literal["replicated", "sharded"]
 Microbatches = int | Literal["auto"]

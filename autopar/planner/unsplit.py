@@ -1,10 +1,11 @@
 """Says what a plan does not split, and why: matmuls that an axis replicates, and sizes of weights
 that no axis divides.
 
-Example: a vocabulary of 50,257 rows on an axis of 4 ranks makes the head split its summed dim, so
-that the logits of all classes are sent; `uneven_notes` names the vocabulary and the next multiple,
-50,260. An annotated program and its plan enter, sentences leave. Called by exact_search.py,
-deep_models.py, planner.py and why.py.
+Example: a vocabulary of 50,257 rows on an axis of 4 ranks is padded to 50,260 (padding.py), which
+`padding_notes` says. Where an op cannot take the padding, the head splits its summed dim, so that
+the logits of all classes are sent; `uneven_notes` names the vocabulary and the next multiple.
+An annotated program and its plan enter, sentences leave. Called by exact_search.py, deep_models.py,
+planner.py and why.py.
 """
 
 from __future__ import annotations
@@ -176,6 +177,41 @@ def _notes_by_nodes(program: Program, plan: Plan) -> Iterator[tuple[Uneven, str]
         )
         if sent:
             yield each, each.sentence(sent)
+
+
+def padding_notes(program: Program, plan: Plan) -> tuple[str, ...]:
+    """Return one sentence for each size that the plan pads: what it is of, and what that costs. The
+    program is the padded one.
+    """
+    classes = {size for node in program.module.graph.nodes for size in _class_sizes(program, node)}
+    places: dict[tuple[int, int], list[str]] = {}
+    stored: dict[tuple[int, int], bool] = {}
+    nodes = {node.name: node for node in program.module.graph.nodes}
+    entries = {entry.node: entry.target for entry in program.signature.inputs}
+    for each in plan.padding:
+        key = each.size, each.padded
+        of = entries.get(each.node) or module_path(nodes[each.node]) or each.node
+        places.setdefault(key, []).append(of.rpartition(".")[0] or of)
+        stored[key] = stored.get(key, True) and bool(program.pads(each.node))
+    return tuple(
+        _padding_note(key, key[1] in classes, names, stored[key]) for key, names in places.items()
+    )
+
+
+def _padding_note(
+    sizes: tuple[int, int], vocabulary: bool, names: Sequence[str], stored: bool
+) -> str:
+    size, padded = sizes
+    listed = list(dict.fromkeys(names))
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    what = "the vocabulary" if vocabulary else "a factor"
+    costs = f"{100 * (padded / size - 1):.2g} %"
+    weights = "" if stored else ", and its weights are padded anew in every step"
+    return (
+        f"{what} of {', '.join(listed[:3])}{more} is padded with zeros inside the graph, from "
+        f"{size:,} to {padded:,}, as no axis divides it: what splits it computes and sends "
+        f"{costs} more{weights}; parameters, checkpoints and outputs have no padding"
+    )
 
 
 def _class_sizes(program: Program, node: fx.Node) -> Iterator[int]:

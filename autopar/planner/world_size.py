@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopar.cost.activations import ActivationMemory, Price
 from autopar.cost.memory import Budget
 from autopar.cost.simulator import timeline
 from autopar.cost.summary import summary_rows
@@ -22,7 +21,9 @@ from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emit_program
 from autopar.planner.bounds.factor_graph import frame
-from autopar.planner.mesh_search import Candidate, best, exact, meshes_by_bound
+from autopar.planner.deep_models import ShortenedModel
+from autopar.planner.memory_search import LimitedSearch
+from autopar.planner.mesh_search import Candidate, exact, meshes_by_bound
 from autopar.planner.named_layouts import candidates
 from autopar.planner.rematerialize import effort
 from autopar.planner.request import PlanRequest
@@ -31,7 +32,6 @@ from autopar.world import World
 _AS_FAST = 1.01  # times the plan's seconds
 _AXES = 2
 _TRIES = 3  # larger worlds that are tried
-_FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory decides nearly alone
 
 
 def smaller_world(program: Program, plan: Plan, request: PlanRequest) -> tuple[int, float] | None:
@@ -94,19 +94,19 @@ def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memo
     budget = request.budget
     assert budget is not None and budget.memory_bytes is not None
     doublings = max(1, math.ceil(math.log2(needs.peak / budget.memory_bytes)))
-    price = Price(ActivationMemory(program, budget.optimizer), _FRUGAL * plan.seconds / needs.peak)
     for exponent in range(doublings, doublings + _TRIES):
         world = _times(plan.world, 2**exponent)
         layout_candidates = [] if world is None else _small_candidates(program, world, request)
         if world is None or not layout_candidates:
             continue
+        search = LimitedSearch(ShortenedModel(program, world), request, budget)
+        search.meshes = layout_candidates
         try:
-            best_plan = best(program, layout_candidates, world, price).plan
-            _, memory = _emit_to_fit(program, best_plan, world, budget)
+            found = search.frugal(plan.seconds, needs.peak)
+            if budget.fits(found.memory) and budget.fits(search.worked_out(found).memory):
+                return f"{world.ranks} devices"
         except PlanError:
             continue
-        if budget.fits(memory):
-            return f"{world.ranks} devices"
     return ""
 
 

@@ -24,6 +24,7 @@ from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.garbage import without_collection
 from autopar.ir.layout import Layout
+from autopar.ir.padding import Pads, unpadded_shape
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.plan_table import format_ranks
@@ -37,6 +38,7 @@ from autopar.passes.pass_manager import PassManager
 from autopar.planner.edit import check_edits, compare_figures, is_unchanged
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
+from autopar.planner.padding import with_padding_of
 from autopar.planner.parts import trace_step
 from autopar.planner.planner import (
     Inputs,
@@ -77,9 +79,8 @@ def current_tensors(model: nn.Module, program: Program) -> dict[str, torch.Tenso
         if entry.kind not in ("parameter", "buffer"):
             continue
         now = current.get(entry.target)
-        planned = _describe_tensor(
-            program.layouts[entry.node].shape, program.dtypes[entry.node], entry
-        )
+        shape = unpadded_shape(program.layouts[entry.node].shape, program.pads(entry.node))
+        planned = _describe_tensor(shape, program.dtypes[entry.node], entry)
         actual = (
             "gone" if now is None else _describe_tensor(tuple(now.shape), now.dtype, entry, now)
         )
@@ -220,7 +221,8 @@ def plan_on_rank_0(
 
     best_plan = ranks.together("searching", lambda: store.done_on_rank_0(search))
     data = ranks.from_rank_0(best_plan.to_json() if best_plan is not None else None)
-    program = dataclasses.replace(program, plan=Plan.from_json(data))
+    shared_plan = Plan.from_json(data)
+    program = dataclasses.replace(with_padding_of(program, shared_plan), plan=shared_plan)
     without_budget = dataclasses.replace(request, budget=None)
     return ranks.together(
         "rewriting", lambda: finish_plan(pipeline, source, program, world, without_budget, parts)
@@ -249,12 +251,16 @@ def placements(layout: Layout) -> tuple[Placement, ...]:
     return tuple(axis_placements) or (Replicate(),)
 
 
-def to_dtensor(local: torch.Tensor, layout: Layout, device_mesh: DeviceMesh | None) -> torch.Tensor:
-    """Return this rank's part of a tensor as a DTensor; the part itself without a mesh."""
+def to_dtensor(
+    local: torch.Tensor, layout: Layout, device_mesh: DeviceMesh | None, pads: Pads = ()
+) -> torch.Tensor:
+    """Return this rank's part of a tensor as a DTensor; the part itself without a mesh. `pads`: of
+    the layout, which neither the part nor the DTensor has.
+    """
     if device_mesh is None:
         return local
-    shape = torch.Size(layout.shape)
-    strides = _contiguous_strides(layout.shape)
+    shape = torch.Size(unpadded_shape(layout.shape, pads))
+    strides = _contiguous_strides(shape)
     return DTensor.from_local(
         local, device_mesh, placements(layout), run_check=False, shape=shape, stride=strides
     )
@@ -389,7 +395,7 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     source, parts = trace_step(model, inputs, plan.microbatches, pipeline)
     require_same_graph(plan, source)
     request = PlanRequest.like(plan, None, Budget(None, plan.optimizer, "none"))
-    program = analyse(pipeline, source, request)
+    program = with_padding_of(analyse(pipeline, source, request), plan)
     edited = check_edits(program, plan)
     seconds = sum(cost_terms(program, edited, plan.world).values())
     edited = dataclasses.replace(edited, seconds=seconds, memory=None)

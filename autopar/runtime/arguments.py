@@ -22,12 +22,20 @@ from autopar.errors import AutoparError, InputError, LayoutError, PlanError
 from autopar.ir.plan import Plan
 from autopar.passes import OPTIONS
 from autopar.planner.named_layouts import NAMES
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridContext, GridHSDP
+from autopar.planner.request import (
+    Grid2D,
+    Grid3D,
+    Grid4D,
+    Grid25D,
+    GridContext,
+    GridEP,
+    GridHSDP,
+)
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.training.deferred import Deferred
 from autopar.world import World, ranks
 
-_GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridContext)
+_GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP, GridContext)
 _LAYOUT_TEXT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"
 _WRAPPERS = {
     "DistributedDataParallel": "module",

@@ -24,6 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from autopar._compat import dynamo_sources, pytree
 from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.errors import RankError
+from autopar.ir.padding import filled_up
 from autopar.ir.program import Input, without_autocast
 from autopar.ops.custom_functions import Captured
 from autopar.ops.devices import CPU, filled
@@ -295,6 +296,8 @@ class _PlannedGraph:
         if entry.target not in self.places:
             return self.program.tensors[entry.target]
         value = values[self.places[entry.target]]
+        if self.program.pads(entry.node):
+            value = filled_up(value, self.program.layouts[entry.node].shape)
         return value.clone() if entry.target in self.mutated else value
 
 

@@ -196,7 +196,8 @@ class ParallelModule(Inspection, nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
     def layout(self, name: str) -> Layout:
-        """Return the stored layout of a parameter, by any of its names; else raise InputError.
+        """Return the stored layout of a parameter, by any of its names, with the padding that it
+        has in the graph; else raise InputError.
 
         >>> import autopar
         >>> x = torch.ones(4, 8)

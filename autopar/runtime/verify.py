@@ -18,6 +18,13 @@ from torch import Tensor, fx
 from autopar.errors import VerificationError
 from autopar.ir.graph import where
 from autopar.ir.layout import Layout
+from autopar.ir.padding import (
+    Pads,
+    cut_unpadded,
+    filled_up,
+    join_unpadded,
+    without_padding,
+)
 from autopar.ir.plan_table import format_ranks
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
@@ -152,11 +159,9 @@ class _Rank:
         tensor = self.program.tensors[entry.target].detach()
         if entry.kind != "parameter":
             return tensor.clone()
-        return (
-            self.program.layouts[entry.node]
-            .cut(tensor, self.coordinate)
-            .requires_grad_(entry.trainable)
-        )
+        layout, pads = self.program.layouts[entry.node], self.program.pads(entry.node)
+        own = cut_unpadded(layout, tensor, pads, self.coordinate)
+        return own.requires_grad_(entry.trainable)
 
     def feed(self, entry: Input) -> Any:
         if entry.kind == "coordinate":
@@ -169,7 +174,10 @@ class _Rank:
             own = self.program.layouts[entry.node].cut(leaf.detach(), self.coordinate)
             self.inputs[entry.node] = own.requires_grad_(leaf.requires_grad)
             return own
-        return self.tensors[entry.node]
+        own = self.tensors[entry.node]
+        if entry.kind == "parameter" and self.coordinate:
+            return filled_up(own, self.program.layouts[entry.node].local_shape)
+        return own
 
     def feed_all(self) -> list[Any]:
         return [self.feed(entry) for entry in self.program.signature.inputs]
@@ -264,7 +272,7 @@ def _compare_nodes(program: Program, single: Reference, leaves: list[Any], toler
         layout = node.meta.get("layout") or program.layouts[node.name]
         if value in single.values:
             count += 1
-            _check_node(node, layout, parts, single, tolerance)
+            _check_node(node, layout, parts, program.padding.get(value, ()), single, tolerance)
 
     def rank_fn(rank: int) -> None:
         def visit(node: fx.Node, result: Any) -> Any:
@@ -281,7 +289,12 @@ def _compare_nodes(program: Program, single: Reference, leaves: list[Any], toler
 
 
 def _check_node(
-    node: fx.Node, layout: Layout, parts: list[Tensor], single: Reference, tolerance: float
+    node: fx.Node,
+    layout: Layout,
+    parts: list[Tensor],
+    pads: Pads,
+    single: Reference,
+    tolerance: float,
 ) -> None:
     value = node.meta["value"]
     expected, floor = single.values[value], single.floor(value)
@@ -291,7 +304,7 @@ def _check_node(
     if parts[0].shape != layout.local_shape:
         actual = tuple(parts[0].shape)
         raise VerificationError(f"{description}is {actual} on a rank, not {layout.local_shape}")
-    joined = layout.join(parts)
+    joined = without_padding(layout.join(parts), pads)
     if value in single.undefined:
         joined = torch.where(single.undefined[value], expected, joined)
     error = relative_error(joined, expected, floor)
@@ -358,28 +371,38 @@ def _gradient_errors(
         for name, gradient in expected.gradients[kind].items():
             rank_gradients = [rank.gradients[kind].get(name) for rank in ranks]
             least = max(1e-6 * largest, single.floor(prefix + name))
-            error = _gradient_error(program.layouts[name], rank_gradients, gradient, least)
+            stored = program.layouts[name], program.pads(name)
+            error = _gradient_error(*stored, rank_gradients, gradient, least)
             errors[name] = max(errors.get(name, 0.0), error)
     return errors
 
 
 def _gradient_error(
-    layout: Layout, rank_gradients: list[Tensor | None], expected: Tensor | None, least: float
+    layout: Layout,
+    pads: Pads,
+    rank_gradients: list[Tensor | None],
+    expected: Tensor | None,
+    least: float,
 ) -> float:
     parts = [part for part in rank_gradients if part is not None]
     if expected is None or len(parts) < len(rank_gradients):
         wrong = [p for p in (expected, *parts) if p is not None and bool(p.any())]
         return float("inf") if wrong else 0.0
-    difference = differences(layout.join(parts), expected)
+    difference = differences(join_unpadded(layout, parts, pads), expected)
     error = difference / expected.abs().clamp(min=least).nan_to_num(nan=1.0, posinf=1.0)
-    return max([float(error.max()), *_copy_errors(layout, parts, least)])
+    largest = float(error.max()) if error.numel() else 0.0
+    return max([largest, *_copy_errors(layout, parts, least)])
 
 
 def _step_errors(program: Program, ranks: list[_Trained], expected: _Trained) -> dict[str, float]:
     reach = STEPS * _LEARNING_RATE
     return {
         name: relative_error(
-            program.layouts[name].join([rank.parameters[name] for rank in ranks]), parameter, reach
+            join_unpadded(
+                program.layouts[name], [r.parameters[name] for r in ranks], program.pads(name)
+            ),
+            parameter,
+            reach,
         )
         for name, parameter in expected.parameters.items()
     }

@@ -29,6 +29,11 @@ _DECODER = {  # a transformers decoder of 64 layers, by its sizes
     "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 25600,
     "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
 }  # fmt: skip
+_TIGHT = {  # a decoder of 48 layers that fits 256 GPUs only if it runs much again, or not at all
+    "model_type": "mistral", "hidden_size": 6144, "num_hidden_layers": 48, "vocab_size": 32768,
+    "num_attention_heads": 48, "num_key_value_heads": 8, "intermediate_size": 16384,
+    "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
 _RANKS = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -53,9 +58,10 @@ class Cell(NamedTuple):
 
 def cells(folder: Path) -> list[Cell]:
     """Return the cells; the files that they read are written to `folder`."""
-    config = folder / "decoder" / "config.json"
-    config.parent.mkdir()
-    config.write_text(json.dumps(_DECODER))
+    config, tight = (folder / name / "config.json" for name in ("decoder", "tight"))
+    for path, sizes in ((config, _DECODER), (tight, _TIGHT)):
+        path.parent.mkdir()
+        path.write_text(json.dumps(sizes))
     script = folder / "ranks.py"
     script.write_text(_RANKS)
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script))
@@ -63,15 +69,16 @@ def cells(folder: Path) -> list[Cell]:
         Cell("gpt2 on 8", _plan("gpt2", 8, "64x1024"), 8),
         Cell("llama3-8b on 64", _plan("llama3-8b", 64, "64x4096"), 15),
         Cell("decoder of 64 layers on 512", _plan(str(config), 512, "256x4096"), 60),
+        Cell("48 layers on 256, tight", _plan(str(tight), 256, "256x4096", "--anyway"), 60),
         Cell("llama3-70b on 1024", _plan("llama3-70b", 1024, "1024x4096"), 75),
         Cell("llama3-405b on 16384", _plan("llama3-405b", 16384, "16384x4096"), 150),
         Cell("parallelize on 4 gloo ranks", ranks, 4),
     ]
 
 
-def _plan(target: str, ranks: int, batch: str) -> tuple[str, ...]:
+def _plan(target: str, ranks: int, batch: str, *more: str) -> tuple[str, ...]:
     options = ("--world", "dgx-h100", "--ranks", str(ranks), "--batch", batch)
-    return ("-m", "autopar", "plan", target, *options)
+    return ("-m", "autopar", "plan", target, *options, *more)
 
 
 def measure(cell: Cell) -> dict[str, float | str]:

@@ -39,7 +39,8 @@ CASES: list[tuple[str, dict[str, Any], bool, bool, bool]] = [
     ("sum", {}, True, False, True),
     ("mean", {"padding_idx": 3}, False, False, True),
     ("mean", {"scale_grad_by_freq": True}, False, False, False),
-    ("max", {}, False, False, False),
+    ("max", {}, False, False, True),
+    ("max", {"padding_idx": 3}, False, False, True),
     ("mean", {}, False, True, False),
 ]
 

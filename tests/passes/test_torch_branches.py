@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,15 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import TraceError
+from autopar.ops.ctc import ctc_losses
 from autopar.passes.trace import trace
-from autopar.passes.trace.torch_branches import gaussian_nll_loss
+from autopar.passes.trace.torch_branches import (
+    BRANCHLESS,
+    adaptive_log_softmax,
+    batch_norm,
+    ctc_loss,
+    gaussian_nll_loss,
+)
 
 
 class Calls(nn.Module):
@@ -35,39 +44,44 @@ class Clusters(nn.Module):
         return self.loss(x, torch.arange(8)).loss
 
 
-class AllClasses(Clusters):
-    """As the message says to write it."""
-
+class Predicts(Clusters):
     def forward(self, x: Tensor) -> Tensor:
-        return -self.loss.log_prob(x).gather(1, torch.arange(8)[:, None]).mean()
+        return self.loss.predict(x)
 
 
-def connectionist(x: Tensor) -> Tensor:
-    lengths = torch.full((8,), 3), torch.full((8,), 2)
-    targets = torch.ones(8, 2, dtype=torch.long)
-    return F.ctc_loss(x.expand(3, 8, 4).log_softmax(-1), targets, *lengths)
+def connectionist(x: Tensor, reduction: str = "mean", tensors: bool = True) -> Tensor:
+    lengths: list[Any] = [[3, 2, 3, 3, 1, 3, 3, 3], [2, 1, 0, 2, 1, 2, 1, 2]]
+    if tensors:
+        lengths = [torch.tensor(own) for own in lengths]
+    targets = torch.tensor([[1, 2], [3, 1]]).repeat(4, 1)
+    steps = torch.stack([x, x.sin(), x * x]).log_softmax(-1)
+    return F.ctc_loss(steps, targets, *lengths, reduction=reduction)
+
+
+def joined_targets(x: Tensor) -> Tensor:
+    steps = torch.stack([x, x.sin(), x * x]).log_softmax(-1)
+    return F.ctc_loss(steps, torch.tensor([1, 2, 3] * 4), (3,) * 8, (2, 1) * 4)
 
 
 def own_branch(x: Tensor) -> Tensor:
     return x.sum() if x.sum() > 0 else x.mean()
 
 
-@pytest.mark.parametrize(
-    ("model", "owner", "instead"),
-    [
-        (Calls(connectionist), "torch.nn.functional.ctc_loss", "take the loss of them outside"),
-        (Clusters(), "torch.nn.AdaptiveLogSoftmaxWithLoss", "-m.log_prob(x).gather(1, target"),
-    ],
-    ids=["ctc", "adaptive"],
-)
-def test_a_branch_inside_torch_is_said_to_be_torchs(
-    model: nn.Module, owner: str, instead: str
-) -> None:
+def test_a_branch_inside_torch_is_said_to_be_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(BRANCHLESS, F.ctc_loss)
     with pytest.raises(TraceError) as caught:
-        trace(model, (torch.ones(8, 4),))
+        trace(Calls(connectionist), (torch.ones(8, 4),))
     message = str(caught.value)
-    assert f"inside {owner}, torch's own code, a branch" in message
-    assert instead in message.splitlines()[-1] and __file__ in message
+    assert "inside torch.nn.functional.ctc_loss, torch's own code, a branch" in message
+    assert __file__ in message
+
+
+def test_a_branch_inside_torch_is_said_with_what_to_write() -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(Predicts(), (torch.ones(8, 4),))
+    message = str(caught.value)
+    assert "inside torch.nn.AdaptiveLogSoftmaxWithLoss, torch's own code, a branch" in message
+    assert "m.log_prob(x).argmax(dim=1)" in message.splitlines()[-1] and __file__ in message
 
 
 def test_a_branch_of_the_user_is_not_said_to_be_torchs() -> None:
@@ -75,12 +89,110 @@ def test_a_branch_of_the_user_is_not_said_to_be_torchs() -> None:
         trace(Calls(own_branch), (torch.ones(8, 4),))
 
 
-def test_what_is_said_to_write_instead_is_the_same_and_splits() -> None:
-    model, x = AllClasses(), torch.randn(8, 4)
-    torch.testing.assert_close(model(x), Clusters.forward(model, x))
-    autopar.verify(model, 4, (x,), layout="fsdp")
+# -- connectionist temporal classification ---------------------------------------------------------
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("kind", ["padded", "joined", "one sample", "infinite"])
+def test_a_ctc_loss_as_one_operator_is_the_same(kind: str, reduction: str) -> None:
+    leaf = torch.randn(7, 4, 5, dtype=torch.float64, requires_grad=True)
+    steps = leaf.log_softmax(-1)
+    targets: Tensor = torch.tensor([[1, 2, 3], [4, 3, 2], [1, 3, 1], [2, 2, 2]])
+    lengths: list[Any] = [(7, 6, 7, 5), (3, 2, 0, 3)]
+    if kind == "joined":
+        targets = torch.tensor([1, 2, 3, 4, 3, 2, 2, 2])
+    if kind == "one sample":
+        steps, targets, lengths = steps[:, 0], targets[0], [torch.tensor(7), torch.tensor(3)]
+    if kind == "infinite":
+        lengths[0] = (7, 6, 7, 4)
+    options: Any = {"reduction": reduction, "zero_infinity": kind == "infinite"}
+    results = [f(steps, targets, *lengths, **options) for f in (F.ctc_loss, ctc_loss)]
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    gradients = [torch.autograd.grad(r.square().sum(), leaf, retain_graph=True) for r in results]
+    torch.testing.assert_close(*gradients, rtol=1e-14, atol=1e-16)
 
 
+def test_the_operator_of_ctc_losses_is_one_that_torch_can_compile() -> None:
+    arguments = [torch.randn(5, 4, 3).log_softmax(-1).requires_grad_(), torch.ones(4, 2).long()]
+    lengths = torch.full((4,), 5), torch.full((4,), 2)
+    torch.library.opcheck(ctc_losses, (*arguments, *lengths, 0, False))
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        ("fsdp", connectionist),
+        ("fsdp", joined_targets),
+        ("megatron", partial(connectionist, tensors=False)),
+    ],
+    ids=["padded-fsdp", "joined-fsdp", "numbers-megatron"],
+)
+def test_a_ctc_loss_is_split_over_samples(layout: str, loss: Callable[[Tensor], Tensor]) -> None:
+    model, x = Calls(loss), torch.randn(8, 4)
+    plan = autopar.plan(model, 4, (x,), layout=layout)
+    (choice,) = (choice for name, choice in plan.choices.items() if name.startswith("ctc_loss"))
+    assert choice.splits == (("n",) if layout == "fsdp" else ("I",)), choice
+    autopar.verify(model, 4, (x,), layout=layout)
+
+
+# -- adaptive softmax ------------------------------------------------------------------------------
+@pytest.mark.parametrize("one_row", [False, True])
+@pytest.mark.parametrize("head_bias", [False, True])
+def test_every_cluster_for_every_row_is_the_same(head_bias: bool, one_row: bool) -> None:
+    module = nn.AdaptiveLogSoftmaxWithLoss(6, 12, [3, 5, 9], div_value=1.5, head_bias=head_bias)
+    module.double()
+    x = torch.randn(20, 6, dtype=torch.float64, requires_grad=True)
+    target = torch.arange(20) % 12
+    inputs = (x[7], target[7]) if one_row else (x, target)
+    results = [module(*inputs), adaptive_log_softmax(module, *inputs)]
+    torch.testing.assert_close(*results, rtol=1e-13, atol=1e-14)
+    leaves = [x, *module.parameters()]
+    gradients = [
+        torch.autograd.grad(r.loss.exp() + r.output.square().sum(), leaves, materialize_grads=True)
+        for r in results
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
+    assert adaptive_log_softmax(module, x, target + 1).output.isnan().sum() == 1
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "megatron"])
+def test_an_adaptive_softmax_is_split_and_a_warning_says_what_it_costs(layout: str) -> None:
+    model, x, forward = Clusters(), torch.randn(8, 4), nn.AdaptiveLogSoftmaxWithLoss.forward
+    with pytest.warns(UserWarning, match="computes every cluster for every row") as warned:
+        autopar.verify(model, 2, (x,), layout=layout)
+    assert len([w for w in warned if "cluster" in str(w.message)]) == 1
+    assert nn.AdaptiveLogSoftmaxWithLoss.forward is forward, "that is torch's"
+    assert not autopar.plan(model, 2, (x,), layout=layout).unsplit
+
+
+# -- running averages ------------------------------------------------------------------------------
+class Averages(Calls):
+    """Its batch norm averages the statistics of all batches, as `update_bn` lets it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x: x.square().mean())
+        self.norm = nn.BatchNorm1d(4, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("momentum", [None, 0.3])
+def test_a_batch_norm_without_its_branch_is_the_same(momentum: float | None, track: bool) -> None:
+    pair = [nn.BatchNorm2d(4, momentum=momentum, track_running_stats=track) for _ in range(2)]
+    for training in (True, True, False, True):
+        x = torch.randn(6, 4, 2, 3)
+        one, other = (norm.train(training) for norm in pair)
+        torch.testing.assert_close(batch_norm(one, x), other(x))
+        torch.testing.assert_close(one.state_dict(), other.state_dict())
+
+
+def test_a_running_average_is_planned() -> None:
+    forward, model = nn.BatchNorm1d.forward, Averages()
+    autopar.verify(model, 2, (torch.randn(8, 4),), layout="fsdp")
+    assert nn.BatchNorm1d.forward is forward and "forward" not in vars(nn.BatchNorm1d)
+
+
+# -- others ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("variance", ["entries", "rows", "column", "number"])
 def test_a_gaussian_loss_without_its_check_is_the_same(variance: str, reduction: str) -> None:

@@ -111,13 +111,13 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
 def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plan of least time fits by what it drops, one search at the price that it pays."""
     prices: list[float] = []
-    at = memory_search._LimitedSearch._at
+    at = memory_search.LimitedSearch._at
 
     def noted(self: Any, price: Price) -> Any:
         prices.append(price.seconds_per_byte)
         return at(self, price)
 
-    monkeypatch.setattr(memory_search._LimitedSearch, "_at", noted)
+    monkeypatch.setattr(memory_search.LimitedSearch, "_at", noted)
     program, world = analysed(*models.gpt()), World.preset("ethernet-25g", 4)
     free = search_plan(program, world, PlanRequest("4d")).plan
     assert free is not None

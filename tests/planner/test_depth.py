@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.passes import annotate, emit_program, trace
 from autopar.planner import mesh_search
 from autopar.planner.deep_models import DeepModel
-from autopar.planner.memory_search import _LimitedSearch
+from autopar.planner.memory_search import LimitedSearch
 from autopar.planner.overlap_search import simulate_plan
 from autopar.planner.planner import search_plan
 from autopar.planner.rematerialize import (
@@ -148,18 +148,18 @@ def too_low(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Estimates of peaks are a tenth too low. What is filled: by how much they were found to be,
     where planning had to aim lower for it.
     """
-    honest, aim_lower, found = Estimated.memory_of, _LimitedSearch.lower, list[float]()
+    honest, aim_lower, found = Estimated.memory_of, LimitedSearch.lower, list[float]()
 
     def less(self: Estimated, rung: Rematerialized) -> Memory:
         memory = honest(self, rung)
         return dataclasses.replace(memory, peak=0.9 * memory.peak)
 
-    def lower(self: _LimitedSearch, off: float) -> _LimitedSearch:
+    def lower(self: LimitedSearch, off: float) -> LimitedSearch:
         found.append(off)
         return aim_lower(self, off)
 
     monkeypatch.setattr(Estimated, "memory_of", less)
-    monkeypatch.setattr(_LimitedSearch, "lower", lower)
+    monkeypatch.setattr(LimitedSearch, "lower", lower)
     return found
 
 

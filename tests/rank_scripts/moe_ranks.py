@@ -12,7 +12,7 @@ from moe_models import MOE
 from on_ranks import Facts, everywhere, run_tasks
 from train_ranks import compared, joined, trained
 
-LAYOUTS = ("auto", "fsdp", "megatron")
+LAYOUTS = ("auto", "ep", "fsdp", "megatron")
 
 
 def parity(name: str) -> Facts:
@@ -28,4 +28,4 @@ def parity(name: str) -> Facts:
 
 
 if __name__ == "__main__":
-    run_tasks({name: functools.partial(parity, name) for name in MOE})
+    run_tasks({name: functools.partial(parity, name) for name in ("mixtral", "gpt_oss")})

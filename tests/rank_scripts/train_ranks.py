@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ ON_EIGHT: tuple[Layouts, ...] = (
     "megatron-sp",
 )
 STEPS = 3
+ADAM_W = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
@@ -52,10 +54,13 @@ def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
 
 # -- one step after the other, on one device and on all ranks --------------------------------------
 def trained(
-    module: nn.Module, inputs: Any, whole: Callable[[str, Tensor], Tensor]
+    module: nn.Module,
+    inputs: Any,
+    whole: Callable[[str, Tensor], Tensor],
+    optimizer_of: Callable[..., torch.optim.Optimizer] = ADAM_W,
 ) -> tuple[Tensor, Tensor, dict, dict]:
     """(first loss, first logits, first gradients, parameters after STEPS steps), all whole."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    optimizer = optimizer_of(module.parameters())
     first: tuple[Any, ...] = ()
     for _ in range(STEPS):
         optimizer.zero_grad()

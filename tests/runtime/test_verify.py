@@ -255,3 +255,12 @@ def test_a_parametrization_that_the_graph_has_otherwise_is_found(
     monkeypatch.setattr(original, "_of_model", with_more_iterations)
     with pytest.raises(VerificationError, match=r"is off by"):
         autopar.verify(model, 2, (torch.randn(8, 16),), layout="ddp")
+
+
+def test_a_parameter_without_elements_is_equal_to_itself() -> None:
+    def body(model: Any, x: Tensor) -> Tensor:
+        return torch.cat([model.up(x), model.none]).square().mean()
+
+    model = Simple(body, up=nn.Linear(8, 8))
+    model.none = nn.Parameter(torch.zeros(0, 8))
+    autopar.verify(model, 2, (torch.randn(8, 8),), layout="fsdp")

@@ -71,9 +71,7 @@ class Objective:
         dtype = next(v.dtype for v in results_of(node) if isinstance(v, torch.Tensor))
         own = node_seconds(self.notes.specs[node.name], strategy, dtype, gradient, self.world)
         found = [
-            x
-            for x in inner_collectives(node.target, strategy.operands)
-            if gradient or not x.backward
+            x for x in inner_collectives(node, strategy.operands) if gradient or not x.backward
         ]
         return own + sum(cost.seconds for cost in inner_costs(found, self.mesh, self.world))
 

@@ -96,8 +96,11 @@ ALONG = [
     *(call(f, real(6, 12, 4), [1], correction=0, keepdim=True)
       for f in (aten.std.correction, aten.var_mean.correction)),
     *(call(aten.linalg_vector_norm.default, real(6, 12, 4), order, dims, keep, note=f"{order}")
-      for order, dims, keep in ((2, [1], False), (1, [0, 2], True), (float("inf"), None, False))),
+      for order, dims, keep in ((2, [1], False), (1, [0, 2], True), (float("inf"), None, False),
+                                (3, None, True), (0.5, [0], False), (0, [1], False))),
     call(aten.linalg_vector_norm.default, real(6, 12), 2, [1], dtype=torch.float64, note="dtype"),
+    call(aten.linalg_vector_norm.default, real(6, 12).detach().mul(torch.arange(6)[:, None] > 1)
+         .requires_grad_(), 2, [1], note="of zeros"),
     call(aten.nansum.default, real(6, 12, 4), [1], True),
     call(aten.nansum.default, real(6, 12), dtype=torch.float32, note="all"),
     call(aten.count_nonzero.default, whole_numbers(3, 6, 12)),

@@ -76,7 +76,16 @@ TOKEN_CASES = [
     *every(aten.cross_entropy_loss.default, real(4, 5, 6), real(4, 5, 6).flip(0).softmax(1),
            real(5, low=0.1).detach(), label_smoothing=0.1, note="weighted probabilities"),
 ]  # fmt: skip
-LOSS_CASES = [*ROW_CASES, *ENTRY_CASES, *TOKEN_CASES]
+CTC = torch.ops.autopar.ctc_loss.default
+LENGTHS = torch.tensor([9, 7, 9, 8, 3, 9]), torch.tensor([3, 0, 4, 2, 3, 1])
+CTC_CASES = [
+    call(CTC, real(9, 6, 5).log_softmax(2).detach().requires_grad_(),
+         whole_numbers(4, 6, 4) + 1, *LENGTHS, 0, False),
+    # the fifth sample has fewer steps than it needs, so that its loss is infinite
+    call(CTC, real(9, 6, 5).log_softmax(2).detach().requires_grad_(),
+         torch.full((6, 4), 3), *LENGTHS, 2, True, note="infinite"),
+]  # fmt: skip
+LOSS_CASES = [*ROW_CASES, *ENTRY_CASES, *TOKEN_CASES, *CTC_CASES]
 
 # For meshes of three axes, all on one dim.
 LOSS_DIGITS = [

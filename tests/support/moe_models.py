@@ -1,18 +1,21 @@
-"""Tiny models with a mixture of experts from transformers, as (model, args, kwargs)."""
+"""Tiny models with a mixture of experts, of transformers and plain: (model, args, kwargs)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models import Example, ignore_some
 
 BATCH, SEQUENCE, VOCABULARY, HIDDEN, HEADS, EXPERTS = 8, 8, 64, 32, 4, 4
+CAPACITY = 4  # tokens of a group that an expert takes, at most
 
 
 def moe_config(**changes: Any) -> dict[str, Any]:
-    """What the four have in common: four experts, two of which a token goes to."""
+    """What those of transformers have in common: four experts, two of which a token goes to."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
@@ -51,6 +54,16 @@ def qwen3_moe() -> Example:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**moe_config(**changes))).train(), (), inputs()
 
 
+def olmoe() -> Example:
+    """With the router's auxiliary loss, which counts tokens."""
+    from transformers.models.olmoe.configuration_olmoe import OlmoeConfig
+    from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
+
+    torch.manual_seed(0)
+    changes = {"num_experts": EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return OlmoeForCausalLM(OlmoeConfig(**moe_config(**changes))).train(), (), inputs()
+
+
 def gpt_oss() -> Example:
     from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
@@ -74,9 +87,78 @@ def deepseek_v3() -> Example:
     return DeepseekV3ForCausalLM(config).train(), (), inputs()
 
 
+class GShard(nn.Module):
+    """Plain experts by einsum, as in GShard and Switch Transformer: every token goes to its best
+    expert, in the place that it has there, and those beyond the capacity to none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * HIDDEN) / 8)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (groups, tokens, width)."""
+        gates = self.router(x).softmax(-1)
+        chosen = F.one_hot(gates.argmax(-1), EXPERTS)
+        place = chosen.cumsum(1) * chosen - 1
+        dispatch = F.one_hot(place.clamp(0, CAPACITY - 1), CAPACITY)
+        dispatch = dispatch * ((place >= 0) & (place < CAPACITY)).unsqueeze(-1)
+        combine = dispatch * gates.unsqueeze(-1)
+        sent = torch.einsum("gtec,gtd->egcd", dispatch.to(x.dtype), x)
+        hidden = torch.einsum("egcd,edf->egcf", sent, self.up).relu()
+        back = torch.einsum("egcf,efd->egcd", hidden, self.down)
+        return (x + torch.einsum("gtec,egcd->gtd", combine, back)).square().mean()
+
+
+def gshard() -> Example:
+    torch.manual_seed(0)
+    return GShard().double(), (torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64),), {}
+
+
+class _LoopOverExperts(nn.Module):
+    """The usual loop: each expert takes the tokens that chose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.experts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, result = self.router(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (places,) = torch.where(chosen == number)
+            result = result.index_add(0, places, expert(x[places]))
+        return result.mean()
+
+
+def looped() -> Example:
+    return _LoopOverExperts(), (torch.randn(BATCH, HIDDEN),), {}
+
+
+class _Balanced(nn.Module):
+    """A router with Switch's auxiliary loss: the tokens of each expert times its mean gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(HIDDEN, EXPERTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.layer(x).softmax(-1)
+        counts = F.one_hot(gates.argmax(-1), EXPERTS).to(x.dtype).mean(0)
+        return gates.square().mean() + EXPERTS * (counts * gates.mean(0)).sum()
+
+
+def with_auxiliary_loss() -> Example:
+    return _Balanced(), (torch.randn(BATCH, HIDDEN),), {}
+
+
 MOE = {
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
+    "olmoe": olmoe,
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
+    "gshard": gshard,
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 from argument_cases import ARGUMENTS, MADE_AS
 from autopar.ops import sharded
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
+from expert_cases import EXPERT_LAYERS
 from index_cases import ALONG, INDEX_DIGITS, INDEXED, OTHER_PRODUCTS
 from loss_cases import LOSS_CASES, LOSS_DIGITS
 from recurrent_cases import RECURRENT
@@ -299,6 +300,8 @@ PIECES = [
     call(aten.pad.default, real(6, 4, 12), [1, 2], "reflect", note="reflect"),
 ]
 REDUCTIONS = [
+    call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, 0, 3),
+    call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, note="no bounds"),
     *(
         call(f, real(6, 12, 4), [1])
         for f in (aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default)
@@ -404,6 +407,7 @@ KINDS = (
     OTHER_PRODUCTS,
     LOSS_CASES,
     RECURRENT,
+    EXPERT_LAYERS,
 )
 CASES = [case for kind in KINDS for case in kind]
 

@@ -1,5 +1,5 @@
 """Op sharding rules of losses: entry by entry (mse, KL divergence, binary cross entropy) or row by
-row (cosine embedding, triplet margin, negative log-likelihood).
+row (cosine embedding, triplet margin, negative log-likelihood, CTC).
 
 Example: a cosine embedding loss of (n, d) and (n, d) may be split along its rows n: their losses
 are kept, summed to a partial value, or averaged over all rows of all ranks. A mean that leaves
@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+import autopar.ops.ctc  # noqa: F401  # defines its operator
 from autopar.ir.sharding_rule import (
     OpShardingRule,
     bound,
@@ -165,3 +166,20 @@ def _loss_of_probabilities(node: fx.Node) -> OpShardingRule:
         whole=frozenset(dims[class_dim]),
     )
     return _reduced(node, rows)
+
+
+@spec(torch.ops.autopar.ctc_loss.default)
+def connectionist(node: fx.Node) -> OpShardingRule:
+    """Return the rule "t n c, n s, n, n -> n": samples may be split, steps and classes may not."""
+    steps, targets = operands_of(node)[:2]
+    assert steps is not None and targets is not None
+    sizes = dict(zip("tnc", operand_shape(steps), strict=True))
+    sizes["s"] = operand_shape(targets)[1]
+    samples = ("n",)
+    return OpShardingRule(
+        ((("t",), samples, ("c",)), (samples, ("s",)), (samples,), (samples,)),
+        ((samples,),),
+        sizes,
+        whole=frozenset("tcs"),
+        index=frozenset({1, 2, 3}),
+    )

@@ -7,6 +7,7 @@ this file enters the rules in the table.
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from autopar.ir.sharding_rule import (
     operands_of,
     results_of,
     rule,
+    value_of,
 )
 from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
 from autopar.ops.rules.pointwise import entries_of, pointwise
@@ -55,12 +57,25 @@ def summed(node: fx.Node) -> OpShardingRule:
         aten.any.dim,
         aten.all.dim,
         aten.logsumexp.default,
-        aten.linalg_vector_norm.default,
     )
 )
 def reduced(node: fx.Node) -> OpShardingRule:
     """Return the rule of a reduction whose reduced dims may not be split."""
     return _reduction(node, summed=False)
+
+
+@spec(aten.linalg_vector_norm.default)
+def vector_norm(node: fx.Node) -> OpShardingRule:
+    """Return the rule of a norm of real numbers, whose reduced dims may be split where its order
+    is positive and finite: the sums of powers are then added over the axes. The maximum of infinite
+    order and the count of order 0 stay unsharded along these dims.
+    """
+    norm_rule = _reduction(node, summed=False)
+    source = operands_of(node)[0]
+    assert source is not None
+    if not 0 < bound(node)["ord"] < math.inf or value_of(source).is_complex():
+        return norm_rule
+    return replace(norm_rule, shared=norm_rule.whole, whole=frozenset())
 
 
 @spec((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList))
@@ -69,6 +84,27 @@ def counted(node: fx.Node) -> OpShardingRule:
     dim that it sums, but no partial value passes through.
     """
     return replace(_reduction(node, summed=True), linear=())
+
+
+@spec(aten.histc.default)
+def histogram(node: fx.Node) -> OpShardingRule:
+    """Return the rule "... -> n" of counts in n bins, as of a router's choices: sums over all
+    elements, where the bounds are given; else these depend on every element.
+    """
+    (source,) = operands_of(node)
+    assert source is not None
+    values, sizes = bound(node), dict[str, int]()
+    dims = tuple(named(operand_shape(source), sizes))
+    given = values["min"] != values["max"]
+    elements = frozenset(sizes)
+    sizes["n"] = values["bins"]
+    return OpShardingRule(
+        (dims,),
+        ((("n",),),),
+        sizes,
+        sum=elements if given else frozenset(),
+        whole=frozenset({"n"}) | (frozenset() if given else elements),
+    )
 
 
 @spec((aten.cosine_similarity.default, aten.pairwise_distance.default))
@@ -95,19 +131,11 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
-    values = bound(node)
-    dims_argument = values.get("dim")
-    if dims_argument is None or dims_argument == []:
-        dims_argument = list(range(len(dims)))
-    reduced_dims = {
-        d % len(dims)
-        for d in (dims_argument if isinstance(dims_argument, list | tuple) else [dims_argument])
-    }
-    keep = values.get("keepdim", False)
+    removed, keep = reduced_dims(node), bound(node).get("keepdim", False)
     result = tuple(
-        () if j in reduced_dims else d for j, d in enumerate(dims) if keep or j not in reduced_dims
+        () if j in removed else d for j, d in enumerate(dims) if keep or j not in removed
     )
-    factors = frozenset(f"d{j}" for j in reduced_dims)
+    factors = frozenset(f"d{j}" for j in removed)
     linear = (frozenset({0}),) if summed else ()
     return OpShardingRule(
         (tuple(dims),),
@@ -117,6 +145,16 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
         sum=factors if summed else frozenset(),
         whole=frozenset() if summed else factors,
     )
+
+
+def reduced_dims(node: fx.Node) -> set[int]:
+    """Return the dims that a reduction removes: all of them where it names none."""
+    source = operands_of(node)[0]
+    assert source is not None
+    count, dim = len(operand_shape(source)), bound(node).get("dim")
+    if dim is None or dim == []:
+        return set(range(count))
+    return {d % count for d in (dim if isinstance(dim, list | tuple) else [dim])}
 
 
 @spec((aten.layer_norm.default, aten.rms_norm.default))
@@ -142,8 +180,9 @@ def norm(node: fx.Node) -> OpShardingRule:
 
 @spec(aten.group_norm.default)
 def group_norm(node: fx.Node) -> OpShardingRule:
-    """Return the rule "b (g c) ..., (g c), (g c) -> b (g c) ...": samples and groups may be split,
-    as the statistics run over the channels and pixels of a group.
+    """Return the rule "b (g c) ..., (g c), (g c) -> b (g c) ...": samples and groups may be split.
+    The statistics run over the channels and pixels of a group, which may be split where there is
+    one group, with the statistics reduced over the axes.
     """
     source, *affine = operands_of(node)
     assert source is not None
@@ -154,28 +193,34 @@ def group_norm(node: fx.Node) -> OpShardingRule:
     sizes["g"], sizes["c"] = groups, shape[1] // groups
     channels = ("g", "c")
     own = (dims[0], channels, *dims[2:])
+    of_group, no_factors = frozenset(sizes) - {"d0", "g"}, frozenset[str]()
     return OpShardingRule(
         (own, *(None if n is None else (channels,) for n in affine)),
         (own,),
         sizes,
-        whole=frozenset(sizes) - {"d0", "g"},
+        shared=of_group if groups == 1 else no_factors,
+        whole=no_factors if groups == 1 else of_group,
     )
 
 
 @spec(aten.instance_norm.default)
 def instance_norm(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c ..., c, c, c, c -> b c ...": the statistics run over the pixels of one
-    channel of one sample.
+    channel of one sample, and are reduced over the axes that split them. With running statistics
+    pixels stay unsharded.
     """
     source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
+    pixels, no_factors = frozenset(sizes) - {"d0", "d1"}, frozenset[str]()
+    computed = bound(node)["use_input_stats"] and bound(node)["running_mean"] is None
     return OpShardingRule(
         (tuple(dims), *(None if n is None else (dims[1],) for n in affine)),
         (tuple(dims),),
         sizes,
-        whole=frozenset(sizes) - {"d0", "d1"},
+        shared=pixels if computed else no_factors,
+        whole=no_factors if computed else pixels,
     )
 
 
@@ -248,22 +293,18 @@ def embedding(node: fx.Node) -> OpShardingRule:
     return replace(plain_rule, whole=frozenset(plain_rule.sizes) - {"d"})
 
 
-_MODE_MAX = 2  # the mode that saves which entries it took
-
-
 @spec(aten.embedding_bag.padding_idx)
 def embedding_bag(node: fx.Node) -> OpShardingRule:
     """Return the rule "v d, (b l), o, (b l) -> b d" of bags of one length l: bags and the width may
     be split, rows stay unsharded. Bags of unequal lengths stay unsharded too, and so do those whose
     gradients are scaled by how often a row is looked up in the whole batch.
 
-    The other three results are for the backward alone; where the graph uses one, or in the mode
-    "max", nothing is split.
+    The other three results are for the backward alone; where the graph uses one, nothing is split.
     """
     unsplit_rule = unsplit(node, found="rule")
     weight = operands_of(node)[0]
     used_results = {user.args[1] for user in node.users if user.target is operator.getitem}
-    if weight is None or bound(node)["mode"] == _MODE_MAX or used_results != {0}:
+    if weight is None or used_results != {0}:
         return unsplit_rule
     table, indices, *others = unsplit_rule.operands
     (bags, _), *other_results = unsplit_rule.results

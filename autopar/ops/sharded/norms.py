@@ -1,4 +1,5 @@
-"""Layer norm, RMS norm, batch norm, softmax and log-softmax over dims that are split.
+"""Layer norm, RMS norm, batch norm, norms of groups and of vectors, softmax and log-softmax over
+dims that are split.
 
 Each rank reduces its slice of the dim, and the ranks of the axes add up (or take the maximum of)
 these partial results by all-reduces. The norms are exact: layer norm and batch norm take two
@@ -82,6 +83,63 @@ def batch_norm(
     unbiased = variance * (size / (size - 1))
     moved = (old.lerp(new.to(old.dtype), momentum) for old, new in zip(running, (mean, unbiased)))
     return (*results, *moved)
+
+
+def group_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    first: int,
+    eps: float,
+    size: int,
+    axes: Sequence[str],
+    mesh: str,
+) -> Tensor:
+    """Return x (b, c, ...) normalised over its dims from number `first` on, which hold `size`
+    numbers in all and are split over `axes`, times `weight` and plus `bias` of each channel (c).
+
+    With `first` 1 that is a group norm of one group, with 2 an instance norm.
+    """
+    y = layer_norm(widen(x).flatten(first), None, None, eps, size, axes, mesh).view_as(x)
+    y = y if weight is None else y * _of_channels(widen(weight), x)
+    return (y if bias is None else y + _of_channels(widen(bias), x)).to(x.dtype)
+
+
+def vector_norm(
+    x: Tensor, order: float, dims: Sequence[int], keepdim: bool, axes: Sequence[str], mesh: str
+) -> Tensor:
+    """Return sum(|x|^order)^(1/order) over `dims`, some of which are split over `axes`; the order
+    is positive and finite. The result is the same on these axes.
+    """
+    return _VectorNorm.apply(x, order, tuple(dims), keepdim, tuple(axes), mesh)
+
+
+class _VectorNorm(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        order: float,
+        dims: tuple[int, ...],
+        keepdim: bool,
+        axes: tuple[str, ...],
+        mesh: str,
+    ) -> Tensor:
+        own = torch.linalg.vector_norm(widen(x), order, dims, keepdim=True)
+        norm = total(own.pow(order), axes, mesh).pow(1 / order)
+        ctx.save_for_backward(x, norm)
+        ctx.order = order
+        return (norm if keepdim else norm.squeeze(dims)).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm = ctx.saved_tensors
+        power, wide = ctx.order - 1, widen(x)
+        scale = (widen(grad).reshape(norm.shape) / norm.pow(power)).masked_fill(norm == 0, 0)
+        slope = wide.sgn() * wide.abs().pow(power)
+        slope = slope.masked_fill(wide == 0, 0) if power < 0 else slope
+        return (slope * scale).to(x.dtype), None, None, None, None, None
 
 
 class _BatchNorm(Function):

@@ -15,6 +15,7 @@ ops/local.py emits `embedding` and `cross_entropy`; dropout.py uses `globalize`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -73,6 +74,29 @@ def _stride(entry: tuple[Tensor, Digit]) -> int:
     return entry[1][1]
 
 
+def mask_padding(
+    x: Tensor, dim: int, size: int, coordinates: Sequence[Tensor], digits: Sequence[Digit]
+) -> Tensor:
+    """Return x with a number too small to count in the entries of `dim` whose global index is
+    `size` or more: the padding of a dim that no axis divides (passes/pad.py). A softmax gives
+    them 0.
+    """
+    own = _within(x, dim, size, coordinates, digits)
+    return x.masked_fill(~own, torch.finfo(x.dtype).min / 2)
+
+
+def _within(
+    x: Tensor, dim: int, size: int, coordinates: Sequence[Tensor], digits: Sequence[Digit]
+) -> Tensor:
+    """Return whether the entries of a split dim have a global index below `size` (bool), in a shape
+    that broadcasts to x.
+    """
+    index = torch.arange(x.shape[dim], device=x.device)
+    shape = [1] * x.dim()
+    shape[dim] = x.shape[dim]
+    return (globalize(index, coordinates, digits) < size).view(shape)
+
+
 def embedding(
     weight: Tensor,
     indices: Tensor,
@@ -110,8 +134,10 @@ def cross_entropy(
 
     logits: (C), (N, C) or (N, C, d1, ...) with C the local part of the `classes`, split by
     `digits`; target: global class indices without the class dim; weight: (C), split like the
-    classes. Tokens are split over `token_axes`. Over the vocabulary axes the result is I. Over the
-    token axes it is I for "mean" (over the GLOBAL weight of the tokens that count), P for "sum" and
+    classes. Where the ranks' parts together are more than the classes, the last ones are padding
+    and count for nothing. Tokens are split over `token_axes`. Over the vocabulary axes the result
+    is I. Over the token axes it is I for "mean" (over the GLOBAL weight of the tokens that count),
+    P for "sum" and
     S for "none". Raises LayoutError for class probabilities as targets.
     """
     if target.is_floating_point():
@@ -127,6 +153,11 @@ def cross_entropy(
     if logits.dim() > 1:
         logits = logits.movedim(1, -1)
     axes = tuple(axis for axis, _, _ in digits)
+    if logits.shape[-1] * math.prod(size for *_, size in digits) > classes:
+        own = _within(logits, -1, classes, coordinates, digits)
+        logits = logits.masked_fill(~own, torch.finfo(logits.dtype).min / 2)
+        if weight is None and label_smoothing:  # which sums over all classes
+            weight = own.flatten().to(logits.dtype)
     local, owned = localize(torch.where(counts, target, 0), coordinates, digits)
     loss, token_weight = _TokenLoss.apply(
         logits, local, owned, weight, label_smoothing, classes, axes, mesh

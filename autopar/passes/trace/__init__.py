@@ -4,12 +4,12 @@ The graph is that of `torch.export`: functional, with composite operators (linea
 scaled dot product attention, cross entropy) left intact, then simplified. What a graph would
 silently lose is refused first: the model is called twice to find side effects.
 
-attribute_reads.py records what of its modules a forward reads,
-export.py calls torch.export and explains its failures, derivatives.py records forwards that take
-derivatives, simplify.py removes ops that compute nothing, signature.py binds calls to the planned
-arguments, original.py compares a trace with the model, and side_effects.py and model_state.py find
-what a call of the model does besides computing its result. planner/planner.py and
-runtime/calibrate_on_ranks.py call `trace`.
+attribute_reads.py records what of its modules a forward reads, export.py calls torch.export and
+explains its failures, functional.py makes the exported graph functional, derivatives.py records
+forwards that take derivatives, simplify.py removes ops that compute nothing, signature.py binds
+calls to the planned arguments, original.py compares a trace with the model, and side_effects.py and
+model_state.py find what a call of the model does besides computing its result.
+planner/planner.py and runtime/calibrate_on_ranks.py call `trace`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch import fx, nn
-from torch.export import ExportedProgram
 from torch.export.graph_signature import (
     ConstantArgument,
     InputKind,
@@ -43,7 +42,7 @@ from autopar.ir.program import (
 from autopar.ops.devices import take_numbers_off
 from autopar.passes.trace.attribute_reads import AttributeReads
 from autopar.passes.trace.derivatives import DerivativeCalls
-from autopar.passes.trace.export import DATA_ADVICE, capture, place, refusal
+from autopar.passes.trace.export import Captured, capture, data_advice, place, refusal
 from autopar.passes.trace.original import refuse_difference
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
@@ -89,7 +88,7 @@ def trace(
     record, reads, derivatives = Record(model), AttributeReads(model), DerivativeCalls()
     written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))
     exported, originals = capture(model, args, kwargs, derivatives.found)
-    graph = exported.graph_module.graph
+    graph = exported.graph
     _give_lasting_names(graph)
     results = _read_outputs(exported)
     _refuse_lost_writes(model, written, {o.target for o in results if o.kind == "mutation"})
@@ -106,7 +105,7 @@ def trace(
         inputs=tuple(nodes.values()),
         outputs=tuple(_name_outputs(results, graph)),
         in_spec=pytree.tree_structure((args, kwargs)),
-        out_spec=exported.call_spec.out_spec,
+        out_spec=exported.out_spec,
         fixed=fixed,
         training=model.training,
         forward=signature_of(model),
@@ -147,7 +146,7 @@ def _give_lasting_names(graph: fx.Graph) -> None:
 
 def _read_inputs(
     model: nn.Module,
-    exported: ExportedProgram,
+    exported: Captured,
     originals: dict[int, torch.Tensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -201,7 +200,7 @@ def _path(path: pytree.KeyPath) -> str:
 
 
 def _held_tensors(
-    model: nn.Module, exported: ExportedProgram, originals: dict[int, torch.Tensor]
+    model: nn.Module, exported: Captured, originals: dict[int, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return every tensor that the model holds or that export found in its code, by every name."""
     values: dict[str, torch.Tensor] = {
@@ -252,7 +251,7 @@ def _is_generator(node: fx.Node) -> bool:
     return bool(node.users) and all(user.kwargs.get("generator") is node for user in node.users)
 
 
-def _read_outputs(exported: ExportedProgram) -> list[Output]:
+def _read_outputs(exported: Captured) -> list[Output]:
     """Return the graph's outputs, in order. The output node is changed to return tensors only,
     flat.
     """
@@ -318,7 +317,8 @@ def _refuse_symbols(model: nn.Module, graph: fx.Graph) -> None:
             sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
             if any(isinstance(size, SYMBOLS) for size in sizes):
                 reason = f"{node.target} gives a shape or a number that depends on the data"
-                raise refusal(model, reason, place(node), DATA_ADVICE)
+                code = f"{node.meta.get('stack_trace')} {node.meta.get('nn_module_stack')}"
+                raise refusal(model, reason, place(node), data_advice(code))
 
 
 def _refuse_strides(model: nn.Module, graph: fx.Graph) -> None:

@@ -1,7 +1,7 @@
-"""Turns a model into an ExportedProgram: traced with fake tensors, decomposed, its failures
+"""Turns a model into a functional graph: exported with fake tensors, decomposed, its failures
 explained.
 
-A model and the arguments of a call enter `capture`; the decomposed program leaves, with the model's
+A model and the arguments of a call enter `capture`; the captured program leaves, with the model's
 own tensors. No memory is allocated for values, and the model is restored afterwards. What a graph
 could not repeat (writes into parameters, padded samples that are packed, gradients that get lost)
 raises a TraceError that names the line and a remedy. `trace` calls `capture`; side_effects.py runs
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import ExportGraphSignature, InputKind, OutputKind
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import (
@@ -32,6 +32,7 @@ from autopar._compat import (
     FakeTensorMode,
     exporting,
     fake_mode,
+    graphs_not_written_out,
     masks_as_given,
     pytree,
     taken_apart,
@@ -43,25 +44,50 @@ from autopar.ops.custom_functions import Refused, honoured
 from autopar.ops.devices import home_of, of_inputs
 from autopar.passes.trace.autocast import cast_in_composites
 from autopar.passes.trace.derivatives import forward_replaced, graph_below_autograd
+from autopar.passes.trace.functional import written_functionally
 from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
 from autopar.passes.trace.torch_branches import (
     BRANCHLESS,
     branching_function,
-    unchecked_distributions,
+    unbranched,
 )
 
 DATA_ADVICE = (
     "Select with torch.where, give data-dependent sizes a fixed upper bound, or compute the value "
     "outside of the model and pass it as a Python number."
 )
+EXPERTS_ADVICE = (
+    "A loop over experts takes as many tokens for each as the data has. Compute all experts at "
+    "once: multiply a one-hot dispatch, the tokens and a weight of shape (experts, …) by einsum, "
+    "as GShard does, or make it an experts module of transformers (use_experts_implementation), "
+    "which autopar takes as one op."
+)
 DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Captured(NamedTuple):
+    """A functional graph, and what export says of the program that it belongs to."""
+
+    graph: fx.Graph
+    graph_module: fx.GraphModule  # has what the graph takes by its name
+    graph_signature: ExportGraphSignature
+    constants: dict[str, Any]
+    out_spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, program: ExportedProgram) -> Captured:
+        """Return what is captured by torch's decomposition."""
+        return cls(
+            program.graph, program.graph_module, program.graph_signature, program.constants,
+            program.call_spec.out_spec,
+        )  # fmt: skip
 
 
 def capture(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], derivatives: bool = False
-) -> tuple[ExportedProgram, dict[int, torch.Tensor]]:
-    """Return the decomposed program, and the model's own tensors by the id of the fake that
+) -> tuple[Captured, dict[int, torch.Tensor]]:
+    """Return the captured program, and the model's own tensors by the id of the fake that
     replaced them. `derivatives`: forward takes derivatives, which are written out first.
 
     No size and no device is too large for fake tensors, and the model is left as it was, also when
@@ -76,14 +102,14 @@ def capture(
             cast_in_composites(exported.graph_module)
             _refuse_writes(model, exported)
             _refuse_lost(model, exported, fakes)
-            decomposed = _decompose(model, exported)
-            _refuse_lost(model, decomposed, fakes)
+            captured = _decompose(model, exported)
+            _refuse_lost(model, captured, fakes)
         except (TraceError, Refused):
             raise
         except Exception as error:
             raise explained(model, error) from error
-    _refuse_mutations(model, decomposed)
-    return decomposed, fakes.originals
+    _refuse_mutations(model, captured)
+    return captured, fakes.originals
 
 
 def _export(model: nn.Module, fakes: StandIns) -> ExportedProgram:
@@ -145,7 +171,8 @@ def stand_ins(
         torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
     )
     with (
-        unchecked_distributions(model), _quiet(), torch.enable_grad(), masks_as_given(),
+        unbranched(model), _quiet(), torch.enable_grad(), masks_as_given(),
+        graphs_not_written_out(),
         borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip
         try:
@@ -201,20 +228,24 @@ def _refuse_packing(
         raise refusal(model, reason, "", advice)
 
 
-def _decompose(model: nn.Module, exported: ExportedProgram) -> ExportedProgram:
-    """Return the program with composite operators left intact, but for those that write into an
-    operand without saying so in their signatures, as instance_norm does into its running
+def _decompose(model: nn.Module, exported: ExportedProgram) -> Captured:
+    """Return the functional program with composite operators left intact, but for those that write
+    into an operand without saying so in their signatures, as instance_norm does into its running
     statistics.
     """
-    program = exported.run_decompositions({})
-    writers = secretly_written(program)
+    graph = written_functionally(exported)
+    if graph is None:
+        captured = Captured.of(exported.run_decompositions({}))
+    else:
+        captured = Captured.of(exported)._replace(graph=graph)
+    writers = secretly_written(captured.graph)
     if not writers:
-        return program
-    decomposed = exported.run_decompositions({op: taken_apart(op) for op in writers})
-    for op, node in secretly_written(decomposed).items():
+        return captured
+    captured = Captured.of(exported.run_decompositions({op: taken_apart(op) for op in writers}))
+    for op, node in secretly_written(captured.graph).items():
         reason = f"{op} writes into an operand, which its signature does not say"
         raise refusal(model, reason, place(node), "Use an operator that returns what it makes.")
-    return decomposed
+    return captured
 
 
 class _DetachWithoutGrad(TorchFunctionMode):
@@ -364,7 +395,7 @@ def _refuse_writes(model: nn.Module, exported: ExportedProgram) -> None:
             raise _write_error(model, spec.target or spec.arg.name, place(node))
 
 
-def _refuse_mutations(model: nn.Module, exported: ExportedProgram) -> None:
+def _refuse_mutations(model: nn.Module, exported: Captured) -> None:
     """Refuse such writes through a view, which show only once the program is functional."""
     for spec in exported.graph_signature.output_specs:
         if spec.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_OUTPUT):
@@ -372,7 +403,7 @@ def _refuse_mutations(model: nn.Module, exported: ExportedProgram) -> None:
             raise _write_error(model, spec.target or spec.arg.name, place(node))
 
 
-def _refuse_lost(model: nn.Module, exported: ExportedProgram, fakes: StandIns) -> None:
+def _refuse_lost(model: nn.Module, exported: ExportedProgram | Captured, fakes: StandIns) -> None:
     """Refuse values of the trace that export took for constants: what autograd saved of them is no
     part of the graph, and their gradients would be lost.
     """
@@ -399,7 +430,8 @@ def _write_error(model: nn.Module, name: str, where: str) -> TraceError:
 def explained(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError for an error of export or of the model itself, with the user's line."""
     if any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
-        reason, advice = "a branch or a shape depends on the values of a tensor", DATA_ADVICE
+        reason = "a branch or a shape depends on the values of a tensor"
+        advice = data_advice("".join(traceback.format_tb(error.__traceback__)))
         torch_branch = branching_function(error)
         if torch_branch is not None:
             owner, instead = torch_branch
@@ -413,6 +445,12 @@ def explained(model: nn.Module, error: Exception) -> TraceError:
         reason = f"{type(error).__name__}: {message}"
         advice = "Check that the model runs on these inputs; if so, torch.export cannot follow it."
     return refusal(model, reason, trail(error), advice)
+
+
+def data_advice(code: str) -> str:
+    """Return what to do about values that decide a shape, by the lines of code that led there."""
+    loops = re.search(r"expert|moe", code, re.IGNORECASE)
+    return EXPERTS_ADVICE if loops else DATA_ADVICE
 
 
 def trail(error: Exception) -> str:

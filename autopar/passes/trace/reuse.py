@@ -47,6 +47,7 @@ from autopar._compat import (
 )
 from autopar.ir.graph import copied
 from autopar.ir.program import Program
+from autopar.ops.experts import experts_op
 from autopar.passes.trace.attribute_reads import AttributeReads
 from autopar.passes.trace.export import stand_ins
 from autopar.passes.trace.model_state import Watch, refuse_registered
@@ -177,6 +178,7 @@ def keep(
     targets = [node.target for node in to.module.graph.nodes if node.op == "call_function"]
     known = all(
         target is operator.getitem
+        or target is experts_op
         or (isinstance(target, OpOverload) and target.namespace in ("aten", "prims"))
         for target in targets
     )

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.export import ExportedProgram
 
 from autopar._compat import OpOverload, pytree, strict_fake_mode, version_of
 from autopar.ir.sharding_rule import bound
@@ -316,6 +315,8 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
     aten.zeros.default: _full(0),
     aten.zeros_like.default: _full(0),
     aten.new_zeros.default: _full(0),
+    aten.new_empty.default: _full(0),  # what is read of it is written first
+    aten.empty_like.default: _full(0),
     aten.ones.default: _full(1),
     aten.ones_like.default: _full(1),
     aten.new_ones.default: _full(1),
@@ -327,13 +328,13 @@ REWRITES: dict[Any, Callable[[fx.Graph, fx.Node], fx.Node | None]] = {
 }
 
 
-def secretly_written(exported: ExportedProgram) -> dict[OpOverload, fx.Node]:
-    """Return the composite operators that change an operand though their signatures do not say so,
-    each with a node that calls it.
+def secretly_written(graph: fx.Graph) -> dict[OpOverload, fx.Node]:
+    """Return the composite operators of a graph that change an operand though their signatures do
+    not say so, each with a node that calls it.
     """
     writers: dict[OpOverload, fx.Node] = {}
     seen: set[object] = set()
-    for node in exported.graph.nodes:
+    for node in graph.nodes:
         if isinstance(node.target, OpOverload) and not node.target._schema.is_mutable:
             signature = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: None)))
             if signature not in seen and _writes(node.target, node):

@@ -1,12 +1,12 @@
-"""Functions of torch that branch on the values of tensors: one is traced without its branch, others
-are named, with what to write instead.
+"""Functions of torch that branch on the values of tensors: some are traced without their branch,
+others are named, with what to write instead.
 
 Example: `F.gaussian_nll_loss` raises where a variance is negative, so export cannot follow it; its
-formula alone can be traced. An `nn.AdaptiveLogSoftmaxWithLoss` picks the rows of each cluster,
-whose number depends on the targets: the message says that the branch is torch's, and that
-`log_prob` has none. A `torch.distributions.Normal` checks its arguments: `unchecked_distributions`
-turns that off. export.py calls `BRANCHLESS` while it traces and `branching_function` where a trace
-failed.
+formula alone can be traced. `F.ctc_loss` becomes one operator. An `nn.AdaptiveLogSoftmaxWithLoss`
+picks the rows of each cluster, whose number depends on the targets: `unbranched` computes every
+cluster for every row. A batch norm with `momentum` None divides by the number of batches so far. A
+`torch.distributions.Normal` checks its arguments: `unbranched` turns that off. export.py calls
+`BRANCHLESS` and `unbranched` while it traces, and `branching_function` where a trace failed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,13 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn import functional as F
 
+from autopar._compat import AdaptiveOutput
+from autopar.ops.ctc import ctc_losses
+
 _TORCH = Path(torch.__file__).parent
 _INSTEAD = {
-    "ctc_loss": (
-        "Return the log-probabilities from the model and take the loss of them outside: the size "
-        "of what ctc_loss keeps for its backward depends on the lengths."
-    ),
     "AdaptiveLogSoftmaxWithLoss": (
-        "Take the log-probabilities of all classes, without a branch: "
-        "-m.log_prob(x).gather(1, target[:, None]).mean()."
+        "Take the most probable of all classes, without a branch: m.log_prob(x).argmax(dim=1)."
     ),
 }
 _CHECKS = ("__init__", "_validate_sample")
@@ -68,9 +67,105 @@ def gaussian_nll_loss(
     return loss.sum() if reduction == "sum" else loss.mean()
 
 
-BRANCHLESS: dict[Any, Callable[..., Any]] = {F.gaussian_nll_loss: gaussian_nll_loss}
+def ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """Return torch's ctc_loss with the losses of the samples as one operator (ops/ctc.py).
 
-_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # whose distributions a warning has mentioned
+    Targets that stand one after the other, (sum of lengths), become a row for each sample: its own
+    and what comes behind it, which nobody reads. A mean divides each sample's loss by the length of
+    its target first.
+    """
+    lengths = [
+        torch.as_tensor(own, dtype=torch.long, device=targets.device).reshape(-1)
+        for own in (input_lengths, target_lengths)
+    ]
+    one_sample = log_probs.dim() == 2
+    if one_sample:
+        log_probs, targets = log_probs.unsqueeze(1), targets.unsqueeze(0)
+    elif targets.dim() == 1:
+        starts = lengths[1].cumsum(0) - lengths[1]
+        places = starts[:, None] + torch.arange(len(targets), device=targets.device)
+        targets = targets[places.clamp(max=len(targets) - 1)]
+    losses = ctc_losses(log_probs, targets, *lengths, blank, zero_infinity)
+    if reduction == "mean":
+        return (losses / lengths[1].clamp(min=1).to(losses)).mean()
+    if reduction == "sum":
+        return losses.sum()
+    return losses.squeeze(0) if one_sample else losses
+
+
+def adaptive_log_softmax(
+    module: nn.AdaptiveLogSoftmaxWithLoss, input_: Tensor, target_: Tensor
+) -> Any:
+    """Return what the module's forward does, with every cluster computed for every row: (n, width)
+    and (n) give log-probabilities (n) and their negative mean.
+
+    The log-probability of a class of a cluster is that of the cluster, one of the head's classes,
+    plus the class's own in it. A target out of range gives NaN, where the module raises an error.
+    """
+    one_row = target_.dim() == 0
+    rows, classes = (input_[None], target_[None]) if one_row else (input_, target_)
+    if rows.dim() != 2 or classes.shape != rows.shape[:1]:
+        raise RuntimeError(
+            "AdaptiveLogSoftmaxWithLoss takes an input (n, width) with a target (n), or (width) "
+            f"with (), not {tuple(input_.shape)} with {tuple(target_.shape)}"
+        )
+    place_in_head = classes
+    of_cluster = torch.zeros_like(rows[:, 0])
+    for number, (low, high) in enumerate(pairwise(module.cutoffs)):
+        inside = (classes >= low) & (classes < high)
+        place = torch.where(inside, classes - low, 0)
+        loss = F.cross_entropy(module.tail[number](rows), place, reduction="none")
+        of_cluster = of_cluster - torch.where(inside, loss, 0)
+        place_in_head = torch.where(inside, module.shortlist_size + number, place_in_head)
+    known = (classes >= 0) & (classes < module.n_classes)
+    of_head = -F.cross_entropy(
+        module.head(rows), torch.where(known, place_in_head, 0), reduction="none"
+    )
+    output = torch.where(known, of_head + of_cluster, math.nan)
+    return AdaptiveOutput(output.squeeze(0) if one_row else output, -output.mean())
+
+
+def batch_norm(module: Any, input: Tensor) -> Tensor:
+    """Return what the forward of a BatchNorm does. With `momentum` None its running statistics are
+    the means of those of all batches since they were reset, so this batch's share is one over
+    their number, which torch reads on the host.
+    """
+    averages = module.momentum is None and module.training and module.track_running_stats
+    if not averages:
+        return _BATCH_NORM(module, input)
+    mean, variance = module.running_mean.clone(), module.running_var.clone()
+    result = F.batch_norm(
+        input, mean, variance, module.weight, module.bias, True, 1.0, module.eps
+    )  # mean and variance are now this batch's
+    with torch.no_grad():
+        module.num_batches_tracked.add_(1)
+        share = module.num_batches_tracked.to(mean).reciprocal()
+        module.running_mean.lerp_(mean, share)
+        module.running_var.lerp_(variance, share)
+    return result
+
+
+_BATCH_NORM = nn.BatchNorm1d.forward  # that of all three
+_FORWARDS: dict[Any, Callable[..., Any]] = {
+    nn.AdaptiveLogSoftmaxWithLoss: adaptive_log_softmax,
+    nn.BatchNorm1d: batch_norm,
+    nn.BatchNorm2d: batch_norm,
+    nn.BatchNorm3d: batch_norm,
+}
+BRANCHLESS: dict[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: gaussian_nll_loss,
+    F.ctc_loss: ctc_loss,
+}
+
+_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that a warning has mentioned
 
 
 class _Unchecked:
@@ -86,25 +181,51 @@ class _Unchecked:
 
 
 @contextmanager
-def unchecked_distributions(model: nn.Module) -> Iterator[None]:
-    """Let distributions take their arguments unchecked for the time of this context: the checks
-    branch on values. The first time for a model that has distributions, this warns.
+def unbranched(model: nn.Module) -> Iterator[None]:
+    """For the time of this context, let distributions take their arguments unchecked, as the checks
+    branch on values, and let modules of torch that branch have the forwards above. The first time
+    for a model that has distributions or adaptive softmaxes, this warns.
 
     A distribution that is made with `validate_args=True` still checks.
     """
     checks, unchecked = vars(Distribution)["_validate_args"], _Unchecked()
+    own = {kind: vars(kind).get("forward") for kind in _FORWARDS}
+    called: set[Any] = set()
+
+    def noted(kind: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            called.add(kind)
+            return forward(*args, **kwargs)
+
+        return call
+
     Distribution._validate_args = unchecked  # type: ignore[assignment]
+    for kind, forward in _FORWARDS.items():
+        kind.forward = noted(kind, forward)
     try:
         yield
     finally:
         Distribution._validate_args = checks
-    if checks is True and unchecked.asked and model not in _TOLD:
-        _TOLD.add(model)
-        warnings.warn(
-            f"{type(model).__name__} has torch.distributions: the parallel model does not check "
-            "their arguments (Distribution.set_default_validate_args(False) says so too)",
-            stacklevel=2,
+        for kind, forward in own.items():
+            if forward is None:  # it is inherited
+                del kind.forward
+            else:
+                kind.forward = forward
+    told: list[str] = []
+    if checks is True and unchecked.asked:
+        told.append(
+            "has torch.distributions: the parallel model does not check their arguments "
+            "(Distribution.set_default_validate_args(False) says so too)"
         )
+    if nn.AdaptiveLogSoftmaxWithLoss in called:
+        told.append(
+            "has an AdaptiveLogSoftmaxWithLoss: the parallel model computes every cluster for "
+            "every row, as it cannot branch on the targets, and gives NaN for a target out of range"
+        )
+    if told and model not in _TOLD:
+        _TOLD.add(model)
+        for text in told:
+            warnings.warn(f"{type(model).__name__} {text}", stacklevel=2)
 
 
 def branching_function(error: Exception) -> tuple[str, str] | None:

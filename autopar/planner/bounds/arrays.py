@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import cache, cached_property
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -30,7 +30,14 @@ from autopar.ir.graph import carries_gradient
 from autopar.ir.layout import Digit
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Annotations
-from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    Dims,
+    OpShardingRule,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
+)
 from autopar.ir.strategy import Slot
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES, inner_collectives
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame
@@ -268,8 +275,18 @@ class NodeCosts:
             states = [f.results[index] for f in found]
             elements = elements + local(self.meshes, shape_of(value), states)
         flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])
+        inside: Any = 0.0
+        if spec.inside:
+            flops = flops * np.where(self._parts_of(spec.uneven, found) > 1, spec.skew, 1.0)
+            inside = sum(self._elements(dims, spec, found) for dims in spec.inside)
         total = rule_seconds(
-            spec, flops, elements * dtype.itemsize, dtype, gradient, self.meshes.world.device
+            spec,
+            flops,
+            elements * dtype.itemsize,
+            dtype,
+            gradient,
+            self.meshes.world.device,
+            inside * dtype.itemsize,
         )
         if node.target in HAVE_INNER_COLLECTIVES:
             total = total + self._inside(node, found, gradient)
@@ -277,12 +294,23 @@ class NodeCosts:
             total = total + self.price.seconds_per_byte * self._kept(node, found, self.price)
         return total
 
+    def _parts_of(self, factors: Collection[str], found: list[AxisOption]) -> Any:
+        """Return among how many ranks the axes split these factors, by joint option."""
+        return parts(
+            self.meshes, [isinstance(f.choice, Slot) and f.choice.factor in factors for f in found]
+        )
+
+    def _elements(self, dims: Dims, spec: OpShardingRule, found: list[AxisOption]) -> Any:
+        """Return the elements on one rank of a tensor that a node makes on the way."""
+        names = {name for dim in dims for name in dim}
+        return math.prod(spec.sizes[name] for name in names) / self._parts_of(names, found)
+
     def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
         """Return the bytes that a rank saves of the node for the backward."""
         share, operands = price.memory.of(node), operands_of(node)
         spec = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        total: Any = share.inside / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])
+        total: Any = share.inside / self._parts_of(spec.sizes.keys() - spec.uneven, found)
         for index, bytes_per_element in share.operands:
             operand = operands[index]
             if operand is not None and spec.operands[index] is not None:
@@ -313,7 +341,7 @@ class NodeCosts:
             stub = _stub_layout(
                 shape_of(value_of(source)), [dims[i] for i in places], self.meshes.sizes
             )
-            for collective in inner_collectives(node.target, [stub]):
+            for collective in inner_collectives(node, [stub]):
                 if gradient or not collective.backward:
                     sent_bytes = np.asarray(
                         collective.traffic.elements * collective.element_bytes, dtype=np.float64

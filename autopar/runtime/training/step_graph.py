@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import placings_of, pytree, version_of, without_modes
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
+from autopar.ir.padding import Pad, filled_up, unpadded_shape
 from autopar.ir.program import (
     Autocast,
     Input,
@@ -157,6 +158,12 @@ class StepGraph:
         self.draws = any(entry.kind == "seed" for entry in program.signature.inputs)
         self.parameters = [e for e in program.signature.inputs if e.kind == "parameter"]
         self._names = [entry.target for entry in self.parameters]
+        # the shapes with padding of the rank's parts of parameters, by their place in the signature
+        self._padded = {
+            place: program.layouts[entry.node].local_shape
+            for place, entry in enumerate(program.signature.inputs)
+            if entry.kind == "parameter" and program.pads(entry.node) and coordinate
+        }
         self._trained = [entry.trainable for entry in self.parameters]
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
         # the rank's coordinates and the constants of the graph, and which attribute each has been
@@ -180,6 +187,15 @@ class StepGraph:
             name: self.program.layouts[entry.node]
             for entry in self.signature.inputs
             if entry.kind == "parameter"
+            for name in (entry.target, *entry.names)
+        }
+
+    def pads_of_parameters(self) -> dict[str, tuple[Pad, ...]]:
+        """Return the padding of every parameter that has some, by each of its names."""
+        return {
+            name: self.program.pads(entry.node)
+            for entry in self.parameters
+            if self.program.pads(entry.node)
             for name in (entry.target, *entry.names)
         }
 
@@ -247,7 +263,10 @@ class StepGraph:
         for _ in range(getattr(self.run, "count", 1) - 1):  # every micro-batch drops others
             seeds = (e for e in self.signature.inputs if e.kind == "seed")
             values += [self._feed(entry, leaves, owner) for entry in seeds]
-        return to_local(values)
+        values = to_local(values)
+        for place, shape in self._padded.items():  # ranks whose part is full change nothing
+            values[place] = filled_up(values[place], shape)
+        return values
 
     def _parameters_of(self, owner: Owner) -> list[torch.Tensor]:
         """Return the parameters of the owner, as they are planned; else raise InputError."""
@@ -297,11 +316,12 @@ class StepGraph:
         """Raise InputError for a parameter that was replaced by one that lies otherwise."""
         layout, dtype = self.program.layouts[entry.node], self.program.dtypes[entry.node]
         is_own = not self.coordinate or isinstance(parameter, DTensor)
-        if not is_own or parameter.dtype != dtype or tuple(parameter.shape) != layout.shape:
+        shape = unpadded_shape(layout.shape, self.program.pads(entry.node))
+        if not is_own or parameter.dtype != dtype or tuple(parameter.shape) != shape:
             actual = f"{type(parameter).__name__} of {tuple(parameter.shape)} {parameter.dtype}"
             raise InputError(
                 f"parameter {entry.target} is a {actual}, and the plan is for a parameter of "
-                f"{layout.shape} {dtype} of which this rank holds its part: assign to its `data`, "
+                f"{shape} {dtype} of which this rank holds its part: assign to its `data`, "
                 "or parallelize the changed model"
             )
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from autopar._compat import local_of, version_of
 from autopar.errors import InputError
 from autopar.ir.layout import Layout
+from autopar.ir.padding import Pads, cut_unpadded, part_box, unpadded_shape
 from autopar.ir.program import Input
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.parallel_tensor import become_parallel, own_part, parallel_parameter
@@ -28,12 +29,13 @@ from autopar.runtime.training.step_graph import StepGraph
 
 class StoredTensor(NamedTuple):
     """A parameter or persistent buffer: all of its names, its layout (None: unsharded), and the
-    tensor, a DTensor where a rank holds a part.
+    tensor, a DTensor where a rank holds a part. `pads`: of the layout, which the tensor has not.
     """
 
     names: tuple[str, ...]
     layout: Layout | None
     tensor: torch.Tensor
+    pads: Pads = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -50,12 +52,8 @@ class StoredTensor(NamedTuple):
         """Return the indices of the rank's own part, a slice for each dim."""
         if self.layout is None:
             return tuple(slice(0, size) for size in self.shape)
-        starts = [
-            sum(coordinate[axis] * stride for axis, stride, _ in self.layout.digits(dim))
-            for dim in range(len(self.shape))
-        ]
-        sizes = self.layout.local_shape
-        return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        box = part_box(self.layout, self.pads, coordinate)
+        return tuple(slice(start, start + size) for start, size in box)
 
 
 class StoredTensors:
@@ -71,6 +69,7 @@ class StoredTensors:
         empty: Iterable[str] = (),
     ) -> None:
         self._module, self._graph, self._layouts = module, graph, layouts
+        self._pads = graph.pads_of_parameters()
         self.coordinate = graph.coordinate
         self._empty = {name: _written_state(self._tensor(name)) for name in empty}
 
@@ -113,14 +112,14 @@ class StoredTensors:
         """Return a value for a parameter as it is stored. Collective where it is a DTensor that
         lies otherwise. One of another shape is left as it is.
         """
-        parameter, layout = self._tensor(name), self._layouts[name]
-        if tuple(value.shape) != layout.shape:
+        parameter, layout, pads = self._tensor(name), self._layouts[name], self._pads.get(name, ())
+        if tuple(value.shape) != unpadded_shape(layout.shape, pads):
             return value
         if isinstance(parameter, DTensor) and isinstance(value, DTensor):
             own = own_part(value, parameter)
         else:
-            own = layout.cut(value, self.coordinate).to(self._graph.device)
-        return become_parallel(to_dtensor(own, layout, self._graph.device_mesh))
+            own = cut_unpadded(layout, value, pads, self.coordinate).to(self._graph.device)
+        return become_parallel(to_dtensor(own, layout, self._graph.device_mesh, pads))
 
     def all_tensors(self) -> dict[str, StoredTensor]:
         """Return every parameter and buffer, saved or not, by each of its names."""
@@ -130,7 +129,9 @@ class StoredTensors:
         for name, x in named.items():
             names.setdefault(id(x), []).append(name)
         return {
-            name: StoredTensor(tuple(names[id(x)]), self._layouts.get(name), x)
+            name: StoredTensor(
+                tuple(names[id(x)]), self._layouts.get(name), x, self._pads.get(name, ())
+            )
             for name, x in named.items()
         }
 
@@ -203,8 +204,10 @@ def _own_tensor(entry: Input, graph: StepGraph, unsharded: torch.Tensor) -> torc
     layout = graph.program.layouts[entry.node] if entry.kind == "parameter" else None
     if layout is None:
         return _on_device(unsharded.detach(), graph.device, True)
-    part = _on_device(layout.cut(unsharded.detach(), graph.coordinate), graph.device, False)
-    return parallel_parameter(to_dtensor(part, layout, graph.device_mesh), entry.trainable)
+    pads = graph.program.pads(entry.node)
+    cut = cut_unpadded(layout, unsharded.detach(), pads, graph.coordinate)
+    part = _on_device(cut, graph.device, False)
+    return parallel_parameter(to_dtensor(part, layout, graph.device_mesh, pads), entry.trainable)
 
 
 def _on_device(part: torch.Tensor, device: torch.device, cloned: bool) -> torch.Tensor:

@@ -1,0 +1,129 @@
+"""Dims that are padded with zeros so that mesh axes divide them, and what a rank holds of them.
+
+Example: a vocabulary of 10 on four ranks is padded to 12. Ranks 0, 1 and 2 hold three rows, and the
+last one holds one row, which its graph gets with two rows of zeros below it. A plain `Shard` of
+DTensor divides 10 rows like that: parameters, checkpoints and state dicts have no padding.
+
+passes/pad.py pads a traced program and notes the `Pad`s of every value in `Program.padding`. The
+runtime cuts, joins and fills parameters with the functions of this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from autopar.ir.layout import Layout
+
+
+class Pad(NamedTuple):
+    """One padded factor of a dim, which is (outer, size, inner) and becomes (outer, padded, inner).
+
+    `atom`: the number of the atom of the unpadded program that is padded. Example: the rows (3, 12
+    heads, 64) of a fused weight, with 16 heads, are Pad(dim=0, outer=3, size=12, padded=16,
+    inner=64).
+    """
+
+    dim: int
+    outer: int
+    size: int
+    padded: int
+    inner: int
+    atom: int = -1
+
+
+Pads = Sequence[Pad]
+
+
+def padded_shape(shape: Sequence[int], pads: Pads) -> tuple[int, ...]:
+    """Return the shape with its padding.
+
+    >>> padded_shape((10, 4), [Pad(0, 1, 10, 12, 1)])
+    (12, 4)
+    """
+    sizes = list(shape)
+    for pad in pads:
+        sizes[pad.dim] = pad.outer * pad.padded * pad.inner
+    return tuple(sizes)
+
+
+def unpadded_shape(shape: Sequence[int], pads: Pads) -> tuple[int, ...]:
+    """Return a padded shape without its padding."""
+    sizes = list(shape)
+    for pad in pads:
+        sizes[pad.dim] = pad.outer * pad.size * pad.inner
+    return tuple(sizes)
+
+
+def without_padding(tensor: Tensor, pads: Pads) -> Tensor:
+    """Return a padded tensor without its padding.
+
+    >>> without_padding(torch.arange(6), [Pad(0, 2, 2, 3, 1)])
+    tensor([0, 1, 3, 4])
+    """
+    for pad in pads:
+        blocks = tensor.unflatten(pad.dim, (pad.outer, pad.padded, pad.inner))
+        tensor = blocks.narrow(pad.dim + 1, 0, pad.size).flatten(pad.dim, pad.dim + 2)
+    return tensor
+
+
+def filled_up(part: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return a tensor with zeros at the end of its dims, up to this shape; itself if it has it."""
+    if tuple(part.shape) == tuple(shape):
+        return part
+    amounts = [
+        amount
+        for size, target in zip(reversed(part.shape), reversed(tuple(shape)), strict=True)
+        for amount in (0, target - size)
+    ]
+    return torch.nn.functional.pad(part, amounts)
+
+
+# -- parameters, whose dims are padded at their ends -----------------------------------------------
+def plain_shards(layout: Layout, pads: Pads) -> bool:
+    """Whether plain Shards cut the unpadded tensor as this layout cuts the padded one: one axis at
+    most splits a padded dim, and its parts have as many rows as those of `torch.chunk`.
+    """
+    for pad in pads:
+        digits = layout.digits(pad.dim)
+        if len(digits) > 1:
+            return False
+        if digits and pad.padded != digits[0].size * math.ceil(pad.size / digits[0].size):
+            return False
+    return True
+
+
+def part_box(
+    layout: Layout, pads: Pads, coordinate: Mapping[str, int]
+) -> tuple[tuple[int, int], ...]:
+    """Return (start, length) in the unpadded tensor of a rank's part, for each dim."""
+    whole = unpadded_shape(layout.shape, pads)
+    box = []
+    for dim, (size, length) in enumerate(zip(whole, layout.local_shape, strict=True)):
+        start = sum(coordinate[digit.axis] * digit.stride for digit in layout.digits(dim))
+        start = min(start, size)
+        box.append((start, min(length, size - start)))
+    return tuple(box)
+
+
+def cut_unpadded(
+    layout: Layout, whole: Tensor, pads: Pads, coordinate: Mapping[str, int]
+) -> Tensor:
+    """Return the part of the unpadded tensor `whole` that a rank holds."""
+    if not pads:
+        return layout.cut(whole, dict(coordinate))
+    for dim, (start, length) in enumerate(part_box(layout, pads, coordinate)):
+        whole = whole.narrow(dim, start, length)
+    return whole.clone(memory_format=torch.contiguous_format)
+
+
+def join_unpadded(layout: Layout, parts: list[Tensor], pads: Pads) -> Tensor:
+    """Return the unpadded tensor, of the parts of all ranks in their order."""
+    if not pads:
+        return layout.join(parts)
+    whole = layout.join([filled_up(part, layout.local_shape) for part in parts])
+    return without_padding(whole, pads)

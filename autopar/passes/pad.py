@@ -1,0 +1,510 @@
+"""Pads factors of a traced graph with zeros, so that mesh axes divide them.
+
+Example: GPT-2's vocabulary of 50,257 on eight ranks becomes 50,264. The embedding's weight enters
+the graph with seven rows of zeros, the head makes seven logits that no label names, the cross
+entropy leaves them out, and logits that the model returns are sliced. With twelve heads the weights
+of queries, keys and values get rows of zeros, and the output's weight gets columns of zeros, so
+that the four further heads add nothing.
+
+What makes this exact: a padded factor is carried by ops that give finite numbers for it, until it
+is summed against zeros, masked by an op that knows its unpadded size (softmax, cross entropy), or
+sliced off. All other ops take the values without padding. The gradient of the padding is finite and
+no parameter's.
+
+An annotated Program and the padded size of some of its atoms enter; a traced Program leaves, with
+`padding`. planner/padding.py decides what to pad and annotates the result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import computed, copied, producer
+from autopar.ir.padding import Pad, padded_shape
+from autopar.ir.program import Program, Value, returned_names, same_inputs
+from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of, shape_of
+from autopar.ops.local import UNPADDED
+
+aten = torch.ops.aten
+
+# Ops that only move numbers, and those of them that have the sizes of their result as an argument.
+_SIZES = (
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+)
+_PIECES = (aten.split.Tensor, aten.unsafe_split.Tensor)
+_MOVES = {
+    *_SIZES,
+    *_PIECES,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    aten.contiguous.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten._to_copy.default,
+    aten.slice.Tensor,
+    aten.select.int,
+    aten.unbind.int,
+    aten.cat.default,
+}
+# Ops on single entries that give finite numbers for finite ones.
+_FINITE = {
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.relu.default,
+    aten.silu.default,
+    aten.gelu.default,
+    aten.sigmoid.default,
+    aten.tanh.default,
+    aten.where.self,
+    aten.masked_fill.Scalar,
+}
+_MATMULS = {
+    aten.linear.default,
+    aten.mm.default,
+    aten.bmm.default,
+    aten.matmul.default,
+    aten.addmm.default,
+    aten.einsum.default,
+}
+_SOFTMAXES = {
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.log_softmax.int,
+    aten._log_softmax.default,
+}
+_NORMS = {aten.layer_norm.default, aten.rms_norm.default}
+
+
+def pad(program: Program, sizes: Mapping[int, int]) -> Program:
+    """Return the traced program with these atoms of the annotated `program` padded: `sizes` maps
+    the number of an atom to its padded size. They are some of `paddable`.
+    """
+    return _Padding(program, sizes).run()
+
+
+def paddable(program: Program, sizes: Mapping[int, int]) -> dict[int, int]:
+    """Return those of these atoms that can be padded: every op that takes one carries it, sums it
+    against zeros or masks it, up to the outputs and to losses that need every class. Of several
+    atoms of one dim the outermost is padded.
+    """
+    left = dict(sizes)
+    while left:
+        refused = _Spread(program, left).run()
+        if not refused:
+            break
+        left = {number: size for number, size in left.items() if number not in refused}
+    return left
+
+
+def check(program: Program) -> None:
+    """The contract: the placeholders are those of the signature, the outputs are what it names and
+    have no padding.
+    """
+    same_inputs(program)
+    names = [output.node for output in program.signature.outputs if output.node is not None]
+    assert returned_names(program.module.graph) == names, "outputs and signature differ"
+    for name in names:
+        assert (name, 0) not in program.padding, f"output {name} is padded"
+
+
+def weights_of(program: Program) -> set[Value]:
+    """Return the values that depend on parameters and nothing else, trained or not."""
+    stored = {e.node for e in program.signature.inputs if e.kind == "parameter"}
+    weights: set[Value] = set()
+    for node in program.module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        if node.name in stored or (sources and all(producer(n) in weights for n in sources)):
+            weights.update((node.name, index) for index in range(len(results_of(node))))
+    return weights
+
+
+class _Spread:
+    """How far padding spreads from the weights. `padded`: the values that have it; `zeros`: those
+    whose padding is zero, not only finite.
+    """
+
+    def __init__(self, program: Program, sizes: Mapping[int, int]) -> None:
+        assert program.annotations is not None
+        self.program, self.notes, self.sizes = program, program.annotations, sizes
+        self.padded: set[Value] = set()
+        self.zeros: set[Value] = set()
+        self.weights = weights_of(program)
+        self._pads: dict[Value, tuple[Pad, ...]] = {}
+
+    def run(self) -> set[int]:
+        """Return the numbers of the atoms that some op cannot take with padding; where there are
+        none, of those that lie inside another padded one in a dim.
+        """
+        refused: set[int] = set()
+        inner: set[int] = set()
+        for node in self.program.module.graph.nodes:
+            if node.op == "placeholder":
+                self.stored(node)
+            elif node.op != "call_function" or node.target is operator.getitem:
+                continue
+            elif self.begins(node) and not takes_plain(node):
+                wrong = self.unsound(node)
+                refused |= wrong
+                inner |= self.inner(node)
+                if not wrong:
+                    self.spread(node)
+        return refused or inner
+
+    def pads(self, value: Value) -> tuple[Pad, ...]:
+        """Return the padding that a value would have."""
+        if value not in self._pads:
+            self._pads[value] = tuple(self._found(value))
+        return self._pads[value]
+
+    def _found(self, value: Value) -> Iterator[Pad]:
+        for dim, atoms in enumerate(self.notes.dims.get(value, ())):
+            for place, atom in enumerate(atoms):
+                if atom.number in self.sizes:
+                    before, after = (
+                        math.prod(self.sizes.get(a.number, a.size) for a in side)
+                        for side in (atoms[:place], atoms[place + 1 :])
+                    )
+                    padded = self.sizes[atom.number]
+                    yield Pad(dim, before, atom.size, padded, after, atom.number)
+
+    def stored(self, node: fx.Node) -> bool:
+        """Whether a placeholder enters the graph with its padding, and so is stored in parts of it:
+        a parameter each of whose padded dims is padded as a whole. All else is padded where it is
+        used.
+        """
+        pads = self.pads((node.name, 0))
+        is_stored = (
+            bool(pads)
+            and (node.name, 0) in self.weights
+            and all(p.outer == 1 and p.inner == 1 for p in pads)
+        )
+        if is_stored:
+            self.padded.add((node.name, 0))
+            self.zeros.add((node.name, 0))
+        return is_stored
+
+    def begins(self, node: fx.Node) -> bool:
+        """Whether a node gets padding: of an operand that has it, or of a weight, to which it is
+        added there.
+        """
+        values = [producer(n) for n in node.all_input_nodes]
+        return any(
+            value in self.padded or value in self.weights for value in values if self.pads(value)
+        )
+
+    def spread(self, node: fx.Node) -> None:
+        """Note that a node's results have padding."""
+        zeros = node.target in _MOVES and all(
+            self._is_zero(n) for n in node.all_input_nodes if self.pads(producer(n))
+        )
+        for operand in node.all_input_nodes:
+            value = producer(operand)
+            if self.pads(value) and value not in self.padded:
+                self.zeros.add(value)
+        for index in range(len(results_of(node))):
+            if self.pads((node.name, index)):
+                self.padded.add((node.name, index))
+                if zeros:
+                    self.zeros.add((node.name, index))
+
+    def unsound(self, node: fx.Node) -> set[int]:
+        """Return the padded atoms of a node with which it would not give the same unpadded results,
+        and finite numbers besides.
+        """
+        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        wrong: set[int] = set()
+        for atom in {pad.atom for pads in self._all_pads(node) for pad in pads}:
+            own = {f for f, atoms in factors.items() if any(a.number == atom for a in atoms)}
+            if not own or not self._is_known(node, spec) or not self._is_sound(node, spec, own):
+                wrong.add(atom)
+        return wrong
+
+    def inner(self, node: fx.Node) -> set[int]:
+        """Return the padded atoms of a node that lie inside another one in a dim."""
+        return {
+            pad.atom
+            for pads in self._all_pads(node)
+            for pad in pads
+            if any(other.dim == pad.dim and other.inner > pad.inner for other in pads)
+        }
+
+    def _all_pads(self, node: fx.Node) -> Iterator[tuple[Pad, ...]]:
+        for operand in node.all_input_nodes:
+            yield self.pads(producer(operand))
+        for index in range(len(results_of(node))):
+            yield self.pads((node.name, index))
+
+    def _is_zero(self, node: fx.Node) -> bool:
+        """Whether the padding of a value is zero: it is not padded yet, or carries zeros."""
+        value = producer(node)
+        return value not in self.padded or value in self.zeros
+
+    def _is_sound(self, node: fx.Node, spec: OpShardingRule, padded: set[str]) -> bool:
+        """Whether a node gives the same unpadded results with these factors padded, and finite
+        numbers besides.
+        """
+        target = node.target
+        if target in (*_SOFTMAXES, aten.cross_entropy_loss.default):
+            return self._masks(node, spec, padded)
+        if target is aten.embedding.default:
+            return not bound(node)["scale_grad_by_freq"] and all(spec.splittable(f) for f in padded)
+        if target is aten.scaled_dot_product_attention.default:
+            return self._attends(node, spec, padded)
+        if target in _MATMULS:
+            return all(self._sums_zeros(node, spec, f) for f in padded if f in spec.sum) and all(
+                spec.splittable(f) for f in padded
+            )
+        if target is aten.dropout.default:
+            values = bound(node)
+            return not values["train"] or values["p"] == 0
+        if target is aten.div.Tensor:
+            divisor = node.args[1]
+            return not isinstance(divisor, fx.Node) or not self.pads(producer(divisor))
+        if target is aten.pow.Tensor_Scalar:
+            return bool(bound(node)["exponent"] in (1, 2, 3))
+        if target is aten.rsqrt.default:
+            return _is_positive(node.args[0])
+        if target in (aten.mean.dim, aten.sum.dim_IntList):
+            return all(self._is_kept(spec, f) for f in padded)
+        carried = target in _MOVES or target in _FINITE or target in _NORMS
+        return carried and all(self._is_kept(spec, f) for f in padded)
+
+    def _is_known(self, node: fx.Node, spec: OpShardingRule) -> bool:
+        """Whether the rule knows every padded dim of the operands."""
+        return all(
+            dims is not None or operand is None or not self.pads(producer(operand))
+            for operand, dims in zip(operands_of(node), spec.operands, strict=False)
+        )
+
+    def _is_kept(self, spec: OpShardingRule, factor: str) -> bool:
+        """Whether a node only carries a factor: its results have it, and it may be split."""
+        in_results = all(any(factor in dim for dim in result) for result in spec.results)
+        return in_results and factor not in spec.shared and spec.splittable(factor)
+
+    def _sums_zeros(self, node: fx.Node, spec: OpShardingRule, factor: str) -> bool:
+        """Whether one of the operands that have a summed factor is zero in its padding."""
+        having = [
+            operand
+            for operand, dims in zip(operands_of(node), spec.operands, strict=False)
+            if operand is not None and dims is not None and any(factor in dim for dim in dims)
+        ]
+        return any(self._is_zero(operand) for operand in having) and len(having) == 2
+
+    def _attends(self, node: fx.Node, spec: OpShardingRule, padded: set[str]) -> bool:
+        """Whether an attention is padded in its heads alone, drops nothing, and has no mask of its
+        own for each head.
+        """
+        mask = operands_of(node)[3]
+        if mask is not None and self.pads(producer(mask)):
+            made_of_weights = producer(mask) in self.padded
+            if mask.meta["val"].dtype is torch.bool or not made_of_weights:
+                return False
+        heads = {"g", "r"} & spec.sizes.keys()
+        return not bound(node)["dropout_p"] and all(
+            f in heads and self._is_kept(spec, f) for f in padded
+        )
+
+    def _masks(self, node: fx.Node, spec: OpShardingRule, padded: set[str]) -> bool:
+        """Whether a softmax or a cross entropy is padded in the dim that it reduces, which it
+        masks, or else in dims that it carries.
+        """
+        first = operands_of(node)[0]
+        dims = spec.operands[0]
+        assert first is not None and dims is not None
+        reduced = set(dims[_masked_dim(node)])
+        if node.target is aten.cross_entropy_loss.default:
+            target = operands_of(node)[1]
+            indices = target is not None and not target.meta["val"].is_floating_point()
+            return indices and padded <= reduced and all(f in spec.shared for f in padded)
+        return all(f in reduced or self._is_kept(spec, f) for f in padded)
+
+
+class _Padding:
+    """The graph while it is padded. `padded` and `plain` hold the nodes that stand for a value with
+    its padding and without, as far as there are any.
+    """
+
+    def __init__(self, program: Program, sizes: Mapping[int, int]) -> None:
+        self.program, self.spread = program, _Spread(program, sizes)
+        self.graph = copied(program.module.graph)
+        self.padded: dict[Value, fx.Node] = {}
+        self.plain: dict[Value, fx.Node] = {}
+
+    def run(self) -> Program:
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "output":
+                self._take_plain(node)
+            elif node.target is operator.getitem:
+                self._item(node)
+            elif node.op == "call_function":
+                self._call(node)
+        return self._program()
+
+    def _program(self) -> Program:
+        self.graph.lint()
+        outputs = list(self.program.signature.outputs)
+        names = iter(returned_names(self.graph))
+        renamed = tuple(
+            o if o.node is None else dataclasses.replace(o, node=next(names)) for o in outputs
+        )
+        return dataclasses.replace(
+            self.program,
+            module=fx.GraphModule(self.program.module, self.graph),
+            signature=dataclasses.replace(self.program.signature, outputs=renamed),
+            annotations=None,
+            chains=(),
+            padding={value: self.spread.pads(value) for value in self.spread.padded},
+        )
+
+    # -- a value with its padding, and without -----------------------------------------------------
+    def _with_padding(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        """Return the node that has a value with its padding, made of zeros before `before`."""
+        value = producer(node)
+        if value not in self.padded:
+            self.padded[value] = self._remade(node, before, value, True)
+        return self.padded[value]
+
+    def _without_padding(self, node: fx.Node, before: fx.Node) -> fx.Node:
+        value = producer(node)
+        if value not in self.plain:
+            self.plain[value] = self._remade(self.padded[value], before, value, False)
+        return self.plain[value]
+
+    def _remade(self, node: fx.Node, before: fx.Node, value: Value, add: bool) -> fx.Node:
+        """Return a value padded or sliced, dim by dim."""
+        with self.graph.inserting_before(before):
+            for pad in self.spread.pads(value):
+                cut = pad.outer > 1 or pad.inner > 1
+                shape = list(shape_of(node.meta["val"]))
+                dim, around = pad.dim, (shape[: pad.dim], shape[pad.dim + 1 :])
+                if cut:
+                    digits = [pad.outer, pad.size if add else pad.padded, pad.inner]
+                    node = self._new(
+                        before, aten.reshape.default, node, [*around[0], *digits, *around[1]]
+                    )
+                    dim += 1
+                if add:
+                    behind = len(node.meta["val"].shape) - 1 - dim
+                    amounts = [0, 0] * behind + [0, pad.padded - pad.size]
+                    node = self._new(before, aten.constant_pad_nd.default, node, amounts, 0.0)
+                else:
+                    node = self._new(before, aten.slice.Tensor, node, dim, 0, pad.size)
+                if cut:
+                    size = pad.outer * (pad.padded if add else pad.size) * pad.inner
+                    node = self._new(
+                        before, aten.reshape.default, node, [*around[0], size, *around[1]]
+                    )
+        return node
+
+    def _new(self, beside: fx.Node, target: Any, *arguments: Any) -> fx.Node:
+        node = computed(self.graph, target, arguments)
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in beside.meta:
+                node.meta[key] = beside.meta[key]
+        return node
+
+    # -- nodes -------------------------------------------------------------------------------------
+    def _placeholder(self, node: fx.Node) -> None:
+        if self.spread.stored(node):
+            value, own = (node.name, 0), node.meta["val"]
+            shape = padded_shape(shape_of(own), self.spread.pads(value))
+            node.meta["val"] = own.new_empty(shape)
+            self.padded[value] = node
+
+    def _item(self, node: fx.Node) -> None:
+        source: Any = node.args[0]
+        node.meta["val"] = source.meta["val"][node.args[1]]
+        if producer(node) in self.spread.padded:
+            self.padded[producer(node)] = node
+
+    def _take_plain(self, node: fx.Node) -> None:
+        """Give a node its operands without padding."""
+        for operand in node.all_input_nodes:
+            if self.padded.get(producer(operand)) is operand:
+                node.replace_input_with(operand, self._without_padding(operand, node))
+
+    def _call(self, node: fx.Node) -> None:
+        plain = not self.spread.begins(node) or takes_plain(node)
+        if plain or self.spread.unsound(node) or self.spread.inner(node):
+            self._take_plain(node)
+            return
+        self.spread.spread(node)
+        for operand in node.all_input_nodes:
+            value = producer(operand)
+            if self.spread.pads(value) and self.padded.get(value) is not operand:
+                node.replace_input_with(operand, self._with_padding(operand, node))
+        self._resize(node)
+        if (node.name, 0) in self.spread.padded:
+            self.padded[node.name, 0] = node
+
+    def _resize(self, node: fx.Node) -> None:
+        """Write the padded sizes into a node's arguments and its value."""
+        results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        shapes = [
+            list(padded_shape(shape_of(v), self.spread.pads((node.name, i))))
+            for i, v in enumerate(results)
+        ]
+        if node.target in _SIZES:
+            node.update_arg(1, shapes[0])
+        elif node.target in _PIECES:
+            node.update_arg(1, shapes[0][bound(node)["dim"]])
+        if node.target in (*_SOFTMAXES, aten.cross_entropy_loss.default):
+            dim = _masked_dim(node)
+            value = producer(node.all_input_nodes[0])
+            for pad in self.spread.pads(value):
+                if pad.dim == dim:
+                    node.meta[UNPADDED] = pad.size
+        given = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        assert callable(node.target)
+        node.meta["val"] = node.target(*given[0], **given[1])
+        made = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        for result, shape in zip(made, shapes, strict=True):
+            assert list(shape_of(result)) == shape, (node.format_node(), shape_of(result), shape)
+
+
+def takes_plain(node: fx.Node) -> bool:
+    """Whether a node always takes values without their padding, though more may move for it."""
+    return node.op == "output" or node.target is aten.nll_loss_nd.default
+
+
+def _masked_dim(node: fx.Node) -> int:
+    """Return the dim that a softmax or a cross entropy reduces."""
+    first = operands_of(node)[0]
+    assert first is not None
+    count = len(shape_of(first.meta["val"]))
+    if node.target is aten.cross_entropy_loss.default:
+        return 1 if count > 1 else 0
+    return int(bound(node)["dim"]) % count
+
+
+def _is_positive(node: Any) -> bool:
+    """Whether a value is a number above zero added to a mean of squares, as in a norm."""
+    if not isinstance(node, fx.Node) or node.target not in (aten.add.Tensor, aten.add.Scalar):
+        return False
+    epsilon = node.args[1]
+    return isinstance(epsilon, int | float) and epsilon > 0

@@ -1,0 +1,290 @@
+"""Decides which dims of a model are padded so that mesh axes divide them, and searches with them.
+
+Example: GPT-2's vocabulary of 50,257 divides on no axis of 4 or 8 ranks. Under "megatron" it is
+padded to 50,264 on 8 ranks, so that its rows are split as those of 50,304 are; under "fsdp", which
+splits the batch alone, nothing is padded.
+
+Three searches at most: one without padding; one with every dim padded to a multiple of the ranks of
+a node, which shows the axes that split it; and, where those have other sizes, one with each dim
+padded to a multiple of its own axes, as small as can be, so that plain Shards hold its parameters.
+The plan with padding is taken where its step is shorter. A model whose dims divide is searched
+once.
+
+An annotated program, a world, a request and the search enter; the program with its plan leaves,
+padded or as it was. `with_padding_of` pads a program again as a plan says. Called by planner.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from autopar.cost.simulator import bucket_seconds
+from autopar.errors import LayoutError, PlanError
+from autopar.ir.dim_roles import dim_kinds
+from autopar.ir.graph import producer
+from autopar.ir.layout import Layout
+from autopar.ir.padding import Pad, plain_shards
+from autopar.ir.plan import Padding, Plan
+from autopar.ir.program import Program, Value
+from autopar.ir.sharding_rule import operands_of
+from autopar.passes import annotate, emit_program
+from autopar.passes.pad import check, pad, paddable, weights_of
+from autopar.planner.named_layouts import roles_of
+from autopar.planner.request import PlanRequest
+from autopar.world import World
+
+Sizes = dict[int, int]  # the padded size of atoms, by their numbers
+Search = Callable[[Program], Program]
+
+_MOST = 2.0  # times its size: a dim is padded to no more
+_RANKS = 8  # of a node
+
+
+def search_with_padding(
+    search: Search, program: Program, world: World, request: PlanRequest
+) -> Program:
+    """Return the annotated program with the plan of `search`; padded, where a plan of it with
+    padding has the shorter step.
+    """
+    sizes = _wanted(program, world, request)
+    if not sizes:
+        return search(program)
+    refused: LayoutError | None = None
+    plain: Program | None = None
+    try:
+        plain = search(program)
+    except LayoutError as error:
+        refused = error
+    try:
+        padded = _searched_padded(search, program, sizes)
+    except (LayoutError, PlanError):
+        padded = None
+    if padded is None or (plain is not None and not _is_faster(padded, plain, world, request)):
+        if plain is None:
+            assert refused is not None
+            raise refused
+        return plain
+    return padded
+
+
+def with_padding_of(program: Program, plan: Plan) -> Program:
+    """Return the annotated program padded as the plan says. Raises PlanError where it has no such
+    dims.
+    """
+    if not plan.padding or program.padding:
+        return program
+    notes = program.annotations
+    assert notes is not None
+    sizes: Sizes = {}
+    for each in plan.padding:
+        dims = notes.dims.get((each.node, 0), ())
+        atoms = dims[each.dim] if each.dim < len(dims) else ()
+        if each.place < len(atoms) and atoms[each.place].size == each.size:
+            sizes[atoms[each.place].number] = each.padded
+        elif _is_stored_padded(plan, each):
+            raise PlanError(
+                f"the plan pads factor {each.place} of dim {each.dim} of {each.node} from "
+                f"{each.size} to {each.padded}, and the graph has no such factor: plan again"
+            )
+    return _annotated(program, sizes)
+
+
+def _is_stored_padded(plan: Plan, each: Padding) -> bool:
+    """Whether the plan stores parts of a parameter with this padding."""
+    stored = plan.stored.get(each.node)
+    return stored is not None and stored.shape[each.dim] == each.padded
+
+
+# -- what to pad -----------------------------------------------------------------------------------
+def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
+    """Return the atoms of weights that no axis of the ranks of a node divides and that ops can
+    carry with padding, with their padded sizes; none where the layout splits no weights.
+    """
+    ranks = _ranks_together(world)
+    if ranks == 1 or not _splits_weights(request):
+        return {}
+    notes = program.annotations
+    assert notes is not None
+    uneven = [(number, size) for number, size in _weight_atoms(program) if size % ranks]
+    if not uneven:
+        return {}
+    kinds = dim_kinds(program)
+    sizes: Sizes = {}
+    for number, size in uneven:
+        padded = [_multiple(size, n) for n in range(2, ranks + 1) if ranks % n == 0]
+        wanted = max((n for n in padded if n <= _MOST * size), default=size)
+        if wanted > size and number not in kinds.batch | kinds.sequence:
+            sizes[number] = wanted
+    return paddable(program, sizes)
+
+
+def _multiple(size: int, of: int) -> int:
+    """Return the next multiple from a size on."""
+    return math.ceil(size / of) * of
+
+
+def _ranks_together(world: World) -> int:
+    """Return how many ranks may split one dim: those of the innermost levels, up to eight or a
+    whole level, as axes of matmuls lie on fast links.
+    """
+    ranks = 1
+    for level in world.levels:
+        ranks *= level.ranks
+        if ranks >= _RANKS:
+            break
+    return ranks if world.levels else world.ranks
+
+
+def _splits_weights(request: PlanRequest) -> bool:
+    """Whether the layout that is asked for may split rows or columns of weights."""
+    if request.layout is None:
+        return False
+    return any(role is None or set(role.takes) & {"n", "k"} for role in roles_of(request.layout))
+
+
+def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
+    """Yield (number, size) of each atom of the weights of matmuls and embeddings."""
+    notes = program.annotations
+    assert notes is not None
+    weights, seen = weights_of(program), set[int]()
+    for node in program.module.graph.nodes:
+        spec = notes.specs.get(node.name)
+        if spec is None or not (spec.product or node.target is torch.ops.aten.embedding.default):
+            continue
+        for operand in operands_of(node):
+            if operand is None or producer(operand) not in weights:
+                continue
+            for atom in (a for atoms in notes.dims[producer(operand)] for a in atoms):
+                if atom.number not in seen and not atom.opaque:
+                    seen.add(atom.number)
+                    yield atom.number, atom.size
+
+
+# -- searches with padding -------------------------------------------------------------------------
+def _searched_padded(search: Search, program: Program, sizes: Sizes) -> Program | None:
+    """Return the program padded as its plan needs, with that plan; None where the plan splits none
+    of the dims that were padded.
+    """
+    wide = _annotated(program, sizes)
+    # first as if plain Shards could hold any part, to see which axes split the dims
+    found = search(dataclasses.replace(wide, padding={}))
+    fitted = _fitted(wide, found)
+    if not fitted:
+        return None
+    if fitted == sizes and _is_storable(wide, found):
+        return _with_notes(dataclasses.replace(found, padding=wide.padding), program, sizes)
+    narrow = _annotated(program, fitted)
+    chosen = search(narrow)
+    if not _fitted(narrow, chosen):
+        return None
+    return _with_notes(chosen, program, fitted)
+
+
+def _annotated(program: Program, sizes: Sizes) -> Program:
+    """Return the padded program, annotated as the unpadded one is."""
+    before = program.annotations
+    assert before is not None
+    padded = pad(program, sizes)
+    check(padded)
+    padded = annotate.annotate(padded)
+    assert padded.annotations is not None
+    notes = dataclasses.replace(
+        padded.annotations,
+        reduce_dtype=before.reduce_dtype,
+        share=before.share,
+        sums=before.sums,
+        parts=before.parts,
+        replicated_parameters=before.replicated_parameters,
+        replicated_outputs=before.replicated_outputs,
+    )
+    return annotate.chains(dataclasses.replace(padded, annotations=notes))
+
+
+def _fitted(padded: Program, found: Program) -> Sizes:
+    """Return the least padded sizes of the atoms that the plan found splits."""
+    ranks: dict[Pad, int] = {}
+    for value, pads in padded.padding.items():
+        for layout in _layouts(found, value):
+            for each in pads:
+                split = math.prod(
+                    digit.size
+                    for digit in layout.digits(each.dim)
+                    if each.inner <= digit.stride < each.inner * each.padded
+                )
+                ranks[each] = max(ranks.get(each, 1), split)
+    most: Sizes = {}
+    sizes: Sizes = {}
+    for each, split in ranks.items():
+        if split > most.get(each.atom, 1):
+            most[each.atom] = split
+            sizes[each.atom] = _multiple(each.size, split)
+    unpadded = {each.atom: each.size for each in ranks}
+    return {atom: size for atom, size in sizes.items() if size > unpadded[atom]}
+
+
+def _layouts(found: Program, value: Value) -> Iterable[Layout]:
+    """Yield the layouts that a plan gives a value: where it is made, and where it is stored."""
+    plan = found.plan
+    assert plan is not None
+    name, index = value
+    if name in plan.choices:
+        yield plan.choices[name].results[index]
+    elif name in plan.stored:
+        yield plan.stored[name]
+
+
+def _is_storable(padded: Program, found: Program) -> bool:
+    """Whether plain Shards can hold every parameter as the plan stores it."""
+    assert found.plan is not None
+    return all(
+        plain_shards(layout, padded.pads(name)) for name, layout in found.plan.stored.items()
+    )
+
+
+def _with_notes(found: Program, program: Program, sizes: Sizes) -> Program:
+    """Return the padded program, its plan with what is padded."""
+    assert found.plan is not None
+    padding = tuple(_anchors(program, sizes))
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, padding=padding))
+
+
+def _anchors(program: Program, sizes: Mapping[int, int]) -> Iterable[Padding]:
+    """Yield where each padded atom is found: in the first value of the graph that has it."""
+    notes = program.annotations
+    assert notes is not None
+    left = dict(sizes)
+    for node in program.module.graph.nodes:
+        for dim, atoms in enumerate(notes.dims.get((node.name, 0), ())):
+            for place, atom in enumerate(atoms):
+                if atom.number in left:
+                    yield Padding(node.name, dim, place, atom.size, left.pop(atom.number))
+
+
+def _is_faster(padded: Program, plain: Program, world: World, request: PlanRequest) -> bool:
+    """Whether the padded plan is the better one: it fits the memory where the other one does not,
+    or its step is shorter.
+    """
+    budget = request.budget
+    fits = [
+        budget is None or plan.memory is None or budget.fits(plan.memory)
+        for plan in (_plan(padded), _plan(plain))
+    ]
+    if fits[0] != fits[1]:
+        return fits[0]
+    return _step(padded, world, request) < _step(plain, world, request)
+
+
+def _step(program: Program, world: World, request: PlanRequest) -> float:
+    """Return the seconds of a step by the plan's measure: simulated with overlap, or summed."""
+    if not request.overlap or not _plan(program).mesh.axes:
+        return _plan(program).seconds
+    return min(bucket_seconds(emit_program(program, world), world))
+
+
+def _plan(program: Program) -> Plan:
+    assert program.plan is not None
+    return program.plan

@@ -1,0 +1,93 @@
+"""A graph whose distinct calls were decomposed is the one that torch's decomposition makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autopar._compat import pytree
+from autopar.passes.trace.functional import written_functionally
+from autopar.passes.trace.simplify import inline_no_grad
+from models import Example, bert, gpt, llama
+
+CHECK = torch.ops.aten._assert_tensor_metadata.default
+
+
+class Calls(nn.Module):
+    """Calls that are copies, views or nothing, by the strides and dtypes of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 24)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.up(x).chunk(3, -1)
+        a = q.reshape(4, 16).to(torch.float64)
+        b = k.transpose(0, 1).reshape(4, 16).to(torch.float32)
+        c = v.contiguous().flatten(1).contiguous()
+        d = q.transpose(0, 1).contiguous()
+        return a, b, c, torch.dropout(d, 0.5, False), torch.dropout(d, 0.5, True), x
+
+
+def calls() -> Example:
+    return Calls(), (torch.randn(4, 2, 8),), {}
+
+
+def exported(example: Example) -> torch.export.ExportedProgram:
+    model, args, kwargs = example
+    program = torch.export.export(model, args, kwargs, strict=False)
+    inline_no_grad(program.graph_module)
+    return program
+
+
+def lines(graph: fx.Graph) -> list[str]:
+    """Return the calls with their names, operands, shapes and strides; without checks of dtypes,
+    whose operands torch passes by position.
+    """
+
+    def fact(value: Any) -> Any:
+        tensor = isinstance(value, Tensor)
+        return (value.shape, value.stride(), value.dtype) if tensor else value
+
+    return [
+        f"{node.format_node()} {[fact(x) for x in pytree.tree_leaves(node.meta.get('val'))]}"
+        for node in graph.nodes
+        if node.op != "get_attr" and node.target is not CHECK
+    ]
+
+
+@pytest.mark.parametrize("build", [calls, gpt, lambda: gpt(0.1), bert, llama])
+def test_same_as_torchs_decomposition(build: Callable[[], Example]) -> None:
+    program = exported(build())
+    graph = written_functionally(program)
+    assert graph is not None
+    assert lines(graph) == lines(program.run_decompositions({}).graph)
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clone().add_(1)
+
+
+class Region(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor, mul: Tensor) -> Tensor:
+        return x * mul.reshape(4, 4)
+
+
+@pytest.mark.parametrize(
+    "model", [Adds(), nn.Sequential(nn.BatchNorm1d(4)), Region(), Mean()], ids=lambda m: str(m)[:6]
+)
+def test_left_to_torch(model: nn.Module) -> None:
+    """Writes, regions, and an input by the name of a call."""
+    count = 2 if isinstance(model, Mean) else 1
+    assert written_functionally(exported((model, (torch.randn(4, 4),) * count, {}))) is None

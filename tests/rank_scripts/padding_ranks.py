@@ -1,0 +1,81 @@
+"""What test_padding.py starts, as on_ranks.py says: a GPT-2 whose vocabulary and heads no axis
+divides, on four ranks and on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+import padded_models
+from autopar.world import ranks
+from on_ranks import Facts, everywhere, run_tasks
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Relative to the largest entry of each; all ranks gather each tensor."""
+    errors = [
+        float((whole(found[name]) - value).abs().max() / value.abs().max().clamp(min=1e-6))
+        for name, value in expected.items()
+    ]
+    return max(errors)
+
+
+def named(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train() -> Facts:
+    """Three steps of AdamW with clipped gradients, then what is saved and read, and a call in
+    another mode on fewer rows.
+    """
+    model, inputs = padded_models.gpt2()
+    model, fresh = model.double(), copy.deepcopy(model.double())
+    par = autopar.parallelize(model, inputs=inputs, layout="megatron")
+    facts: Facts = {"padding": [(x.size, x.padded) for x in par.plan.padding], "steps": []}
+    weight = par.get_parameter("model.transformer.wte.weight")
+    facts["rows"] = everywhere(weight.to_local().shape[0])
+    facts["shape"] = list(weight.shape)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-3) for m in (model, par)]
+    for _ in range(3):
+        for each, optimizer in zip((model, par), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(**inputs).backward()
+        facts["steps"].append(largest_error(gradients(par), gradients(model)))
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, par)]
+        facts["norm"] = abs(float(whole(norms[1])) / float(norms[0]) - 1)
+        for optimizer in optimizers:
+            optimizer.step()
+    facts["parameters"] = largest_error(named(par), named(model))
+    state = {name: whole(x) for name, x in par.state_dict().items()}
+    facts["state"] = largest_error(state, dict(model.state_dict()))
+    folder = ranks.from_rank_0(tempfile.mkdtemp())
+    par.save_pretrained(folder)
+    other = autopar.parallelize(fresh, inputs=inputs, layout="megatron")
+    other.load_weights(folder)
+    facts["loaded"] = largest_error(named(other), named(model))
+    other.load_state_dict(fresh.state_dict())
+    facts["taken"] = largest_error(named(other), named(fresh))
+    fewer = {name: x[:4] for name, x in inputs.items()}
+    with torch.no_grad():
+        pair = [float(m.eval()(**fewer)) for m in (model, par)]
+    facts["fewer"] = abs(pair[1] / pair[0] - 1)
+    facts["unshard"] = largest_error(named(par.unshard()), named(model))
+    return facts
+
+
+if __name__ == "__main__":
+    run_tasks({"train": train})

@@ -1,0 +1,67 @@
+"""What test_real_sizes.py starts, as on_ranks.py says: a task "MODEL LAYOUT" trains a model of
+real_size_models.py on all ranks and, on rank 0 alone, on one device, and compares.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autopar
+from on_ranks import Facts, everywhere, run_tasks
+from real_size_models import example
+from train_ranks import compared, error, joined, together, trained
+
+# AdamW's first step has full length whatever the gradient's size, so a rounding error of a small
+# gradient moves its parameter as far as a large one does.
+OPTIMIZER = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
+
+
+def against_one_device(task: str) -> Facts:
+    """Relative errors of three steps in a layout; {} on all ranks but the first, which
+    alone has room for two models.
+    """
+    name, layout = task.split()
+    first = dist.get_rank() == 0
+    model, inputs = example(name)
+    one = copy.deepcopy(model) if first else None
+    single = None if one is None else trained(one, inputs, lambda _, t: t.clone(), OPTIMIZER)
+    gc.collect()
+    dist.barrier()
+    par = autopar.parallelize(model, None, inputs, layout=layout)
+    planned = par.plan
+
+    def whole(name: str, value: Tensor) -> Tensor:
+        value = joined(value, par.layout(name))
+        return value if first else torch.empty(0)
+
+    found = trained(par, inputs, whole, OPTIMIZER)
+    losses = everywhere(float(found[0]))
+    if single is None or one is None:
+        return {}
+    return {
+        "mesh": str(planned.mesh),
+        "unsplit": list(planned.unsplit),
+        "losses agree": len(set(losses)) == 1,
+        "logits": error(found[1], single[1]),
+        **compared(single, found),
+        "all gradients": together(found[2], single[2]),
+        "buffers": _worst_buffer(par, one),
+    }
+
+
+def _worst_buffer(par: Any, one: torch.nn.Module) -> float:
+    expected = {n: b for n, b in one.named_buffers() if b.is_floating_point()}
+    found = {n: b for n, b in par.named_buffers() if n in expected}
+    return max((error(found[n], expected[n]) for n in expected), default=0.0)
+
+
+if __name__ == "__main__":
+    run_tasks({task: partial(against_one_device, task) for task in sys.argv[2:]})

@@ -1,0 +1,131 @@
+"""Vocabularies and heads that no axis divides: exact on all ranks, and as cheap as padded ones."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+import padded_models
+from autopar.errors import LayoutError, PlanError
+from launch import launched
+from padded_models import HEADS, WORDS
+
+LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", "atp", "3d", "4d", "2.5d", "auto"]
+
+
+@pytest.mark.parametrize("name", [*padded_models.CASES])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_ranks_compute_what_one_does(name: str, layout: str, ranks: int) -> None:
+    model, inputs = padded_models.CASES[name]()
+    plan = autopar.plan(model, ranks, inputs, layout=layout, smaller=False)
+    sizes = {(x.size, x.padded) for x in plan.padding}
+    if layout == "megatron":
+        assert (WORDS, -(-WORDS // ranks) * ranks) in sizes
+        assert name not in ("gpt2", "bert") or (HEADS, 8) in sizes
+        assert name != "llama" or ranks != 4 or (HEADS // 2, 4) in sizes
+    if layout in ("ddp", "fsdp"):
+        assert not sizes
+    autopar.verify(model, None, inputs, layout=plan)
+
+
+@pytest.mark.parametrize("kind", ["smoothing", "weights", "weights and smoothing", "log softmax"])
+def test_losses_that_sum_over_all_classes_leave_the_padding_out(kind: str) -> None:
+    model = padded_models.Smoothed(words=4099, kind=kind)
+    ids = torch.randint(0, 4099, (8, 32))
+    plan = autopar.plan(model, 4, (ids, ids.roll(1, 1)), layout="megatron", smaller=False)
+    assert {(x.size, x.padded) for x in plan.padding} <= {(4099, 4100)}
+    assert plan.padding or kind == "log softmax"
+    autopar.verify(model, None, (ids, ids.roll(1, 1)), layout=plan)
+
+
+def test_micro_batches_and_recomputed_blocks() -> None:
+    model, inputs = padded_models.gpt2()
+    for options in ({"microbatches": 2}, {"recompute": "full"}):
+        autopar.verify(model, 4, inputs, layout="megatron", **options)
+
+
+class Words(nn.Module):
+    """A language model without blocks; `apart`: its head has a weight of its own."""
+
+    def __init__(self, words: int, apart: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, 64), nn.Linear(64, words, bias=False)
+        self.up, self.down, self.norm = nn.Linear(64, 256), nn.Linear(256, 64), nn.LayerNorm(64)
+        if not apart:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("layout", ["megatron", "auto"])
+@pytest.mark.parametrize("apart", [False, True], ids=["tied", "apart"])
+def test_a_vocabulary_of_50257_moves_what_50304_moves(ranks: int, layout: str, apart: bool) -> None:
+    with torch.device("meta"):
+        ids = torch.empty(8, 64, dtype=torch.int64)
+        uneven, even = (
+            autopar.plan(Words(words, apart), ranks, (ids, ids), layout=layout, smaller=False)
+            for words in (50257, 50304)
+        )
+    assert uneven.comm_bytes == pytest.approx(even.comm_bytes, rel=0.01)
+    assert uneven.step_seconds == pytest.approx(even.step_seconds, rel=0.01)
+    assert not even.padding
+    if layout == "megatron":
+        assert {(x.size, x.padded) for x in uneven.padding} == {(50257, -(-50257 // ranks) * ranks)}
+
+
+def test_sizes_that_divide_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.planner import padding
+
+    monkeypatch.setattr(padding, "_searched_padded", lambda *_: pytest.fail("a second search"))
+    model, inputs = padded_models.gpt2(words=512, heads=8)
+    assert not autopar.plan(model, 4, inputs, layout="megatron").padding
+
+
+def test_the_plan_says_what_is_padded_and_a_file_keeps_it(tmp_path: Path) -> None:
+    model, inputs = padded_models.gpt2()
+    plan = autopar.plan(model, 4, inputs, layout="megatron", smaller=False)
+    notes = " ".join(plan.notes)
+    assert "the vocabulary of model.transformer.wte is padded" in notes
+    assert "from 515 to 516" in notes and "from 6 to 8" in notes and "33 % more" in notes
+    console = Console(file=io.StringIO(), width=400)
+    console.print(plan.table())
+    assert "from 515 to 516" in console.file.getvalue()
+    assert plan.stored["p_model_transformer_wte_weight"].shape == (516, 48)
+    plan.save(path := tmp_path / "plan.json")
+    loaded = autopar.Plan.load(path)
+    assert loaded == plan
+    autopar.verify(model, None, inputs, layout=loaded)
+    other, text = padded_models.gpt2(words=517)
+    with pytest.raises(PlanError):
+        autopar.verify(other, None, text, layout=loaded)
+
+
+def test_four_ranks_train_it(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 4, "train", script="padding_ranks.py")["train"]
+    assert [515, 516] in facts["padding"] and [6, 8] in facts["padding"]
+    assert facts["rows"] == [129, 129, 129, 128] and facts["shape"] == [515, 48]
+    assert max(facts["steps"]) < 1e-9 and facts["norm"] < 1e-9
+    for what in ("parameters", "state", "loaded", "taken", "fewer", "unshard"):
+        assert facts[what] < 1e-9, what
+
+
+def test_what_is_too_small_is_not_padded() -> None:
+    """Two classes on eight ranks would be padded fourfold."""
+    model = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 2))
+    try:
+        plan = autopar.plan(model, 8, (torch.ones(8, 16),), layout="megatron")
+    except LayoutError:
+        return
+    assert not plan.padding
