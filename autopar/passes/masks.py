@@ -185,11 +185,11 @@ class _Reader:
         if self._side(node, dims) != (_QUERY, _KEY):
             return self._of_one_side(self._vector(node, dims))
         if node.target in _COMPARE:
-            return self._comparison(_COMPARE[node.target], *node.args[:2], dims)
+            return self._comparison(_COMPARE[node.target], node.args[0], node.args[1], dims)
         operand = _node(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
         if node.target in _NOT and operand is not None and operand.target in _COMPARE:
             opposite = _OPPOSITE[_COMPARE[operand.target]]
-            return self._comparison(opposite, *operand.args[:2], dims)
+            return self._comparison(opposite, operand.args[0], operand.args[1], dims)
         if node.target in _TRIANGLES and operand is not None and _is_true(operand):
             diagonal = int(bound(node)["diagonal"])
             lower = node.target is aten.tril.default
@@ -506,7 +506,8 @@ def _replace(graph: fx.Graph, node: fx.Node, description: _Description) -> None:
         if causal or (not pairs and band == Band()):
             node.args = (*operands, None, values["dropout_p"], causal)
         elif values["dropout_p"]:
-            arguments = (*vectors, *band, rows, columns, torch.device(device.type), [], [])
+            own_device = torch.device(device.type)
+            arguments: tuple[Any, ...] = (*vectors, *band, rows, columns, own_device, [], [])
             key = f"mask {arguments}"
             if key not in description.nodes:
                 description.nodes[key] = computed(graph, BLOCK_MASK, arguments)

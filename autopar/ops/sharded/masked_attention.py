@@ -236,7 +236,7 @@ def _backward(
         ]
         with recording_again():
             leaves = [x.requires_grad_() for x in parts]
-            result = _attend(*leaves, mask, scale)
+            result = _attend(leaves[0], leaves[1], leaves[2], mask, scale)
             found = torch.autograd.grad(result, leaves, _cut(gradient, rows))
         _cut(of_query, rows).copy_(found[0])
         _cut(of_key, columns).add_(found[1])
@@ -270,7 +270,7 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     )
     lists = [[None] * first, [None] * second]
     facts = [None] * len(ctx.facts)
-    digits = None if ctx.digits else []  # torch takes [] for no tensors
+    digits: list[int] | None = None if ctx.digits else []  # torch takes [] for no tensors
     return *found, *lists, *facts, [None] * third, digits
 
 
