@@ -4,11 +4,11 @@ Example: GPT-2's vocabulary of 50,257 divides on no axis of 4 or 8 ranks. Under 
 padded to 50,264 on 8 ranks, so that its rows are split as those of 50,304 are; under "fsdp", which
 splits the batch alone, nothing is padded.
 
-Three searches at most: one without padding; one with every dim padded to a multiple of the ranks of
-a node, which shows the axes that split it; and, where those have other sizes, one with each dim
-padded to a multiple of its own axes, as small as can be, so that plain Shards hold its parameters.
-The plan with padding is taken where its step is shorter. A model whose dims divide is searched
-once.
+Three searches at most: one with every dim padded to a multiple of the ranks of a node, which shows
+the axes that split it; where those have other sizes, one with each dim padded to a multiple of its
+own axes, as small as can be, so that plain Shards hold its parameters; and one without padding,
+where none was used or a dim grew by more than a hundredth. The plan with padding is taken where its
+step is shorter. A model whose dims divide is searched once.
 
 An annotated program, a world, a request and the search enter; the program with its plan leaves,
 padded or as it was. `with_padding_of` pads a program again as a plan says. Called by planner.py.
@@ -40,7 +40,11 @@ from autopar.world import World
 Sizes = dict[int, int]  # the padded size of atoms, by their numbers
 Search = Callable[[Program], Program]
 
-_MOST = 2.0  # times its size: a dim is padded to no more
+_MOST = (
+    2.0  # times its size: a dim is padded to no more where the layout that is asked for wants it
+)
+_MOST_OF_AUTO = 1.15  # the same where "auto" may choose axes that divide
+_NEGLIGIBLE = 1.01  # times its size: a plan padded by no more needs no comparison without padding
 _RANKS = 8  # of a node
 
 
@@ -53,22 +57,26 @@ def search_with_padding(
     sizes = _wanted(program, world, request)
     if not sizes:
         return search(program)
-    refused: LayoutError | None = None
-    plain: Program | None = None
-    try:
-        plain = search(program)
-    except LayoutError as error:
-        refused = error
     try:
         padded = _searched_padded(search, program, sizes)
     except (LayoutError, PlanError):
         padded = None
-    if padded is None or (plain is not None and not _is_faster(padded, plain, world, request)):
-        if plain is None:
-            assert refused is not None
-            raise refused
+    if padded is not None and _growth(_plan(padded)) <= _NEGLIGIBLE:
+        return padded  # whatever splits without padding was searched, too
+    try:
+        plain = search(program)
+    except LayoutError:
+        if padded is None:
+            raise
+        return padded
+    if padded is None or not _is_faster(padded, plain, world, request):
         return plain
     return padded
+
+
+def _growth(plan: Plan) -> float:
+    """Return how many times its size the dim is that the plan pads most."""
+    return max((each.padded / each.size for each in plan.padding), default=1.0)
 
 
 def with_padding_of(program: Program, plan: Plan) -> Program:
@@ -114,9 +122,11 @@ def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
         return {}
     kinds = dim_kinds(program)
     sizes: Sizes = {}
+    most = _MOST_OF_AUTO if request.layout == "auto" else _MOST
     for number, size in uneven:
-        padded = [_multiple(size, n) for n in range(2, ranks + 1) if ranks % n == 0]
-        wanted = max((n for n in padded if n <= _MOST * size), default=size)
+        parts = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
+        padded = [_multiple(size, n) for n in parts]
+        wanted = max((n for n in padded if n <= most * size), default=size)
         if wanted > size and number not in kinds.batch | kinds.sequence:
             sizes[number] = wanted
     return paddable(program, sizes)

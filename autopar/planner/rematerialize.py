@@ -19,6 +19,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.cost.block_memory import Rise, peak_of, segments_of
@@ -393,12 +394,13 @@ class Estimated(RematerializationSearch):
 
     def _in_parts(self, memory: Memory) -> Memory:
         """Return the memory of a step in micro-batches, of that of one."""
-        short = self._short.program
-        held = sum(
-            weight * unreduced_bytes(emit_program(sample, self.world))
-            for weight, sample in (self.deep.samples() if part_count(short) > 1 else ())
-        )
-        return memory_of_parts(short, memory, held)
+        return memory_of_parts(self._short.program, memory, self._unreduced)
+
+    @cached_property
+    def _unreduced(self) -> float:
+        """The bytes that a rank holds of gradients between micro-batches."""
+        samples = self.deep.samples() if part_count(self._short.program) > 1 else ()
+        return sum(w * unreduced_bytes(emit_program(p, self.world)) for w, p in samples)
 
 
 def rematerialize_to_fit(

@@ -180,12 +180,6 @@ def test_statistics_of_a_module_that_nothing_uses() -> None:
         trace(Beside(nn.InstanceNorm1d(6, track_running_stats=True)), (SERIES,))
 
 
-def test_a_momentum_that_hangs_on_a_count_is_refused() -> None:
-    """BatchNorm(momentum=None) reads its buffer in Python: another number at each step."""
-    with pytest.raises(TraceError):
-        trace(nn.BatchNorm1d(6, momentum=None), (SERIES,))
-
-
 # -- tables ----------------------------------------------------------------------------------------
 IDS = torch.tensor([[0, 2, 4, 1, 2, 3], [1, 3, 2, 3, 3, 1], [3, 1, 3, 2, 2, 4], [0, 4, 0, 2, 3, 4]])
 TABLES = {

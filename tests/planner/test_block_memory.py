@@ -61,10 +61,7 @@ class Residual(nn.Module):
 def _chosen(name: str, layout: str, optimizer: str) -> tuple[Program, Budget]:
     model, (args, given) = MODELS[name]()
     program = annotate.chains(annotate.annotate(trace.trace(model, args, given)))
-    try:
-        found = mesh_search.search_meshes(program, WORLD, PlanRequest(layout))
-    except LayoutError as refused:
-        pytest.skip(str(refused))
+    found = mesh_search.search_meshes(program, WORLD, PlanRequest(layout))
     return found, Budget(1e15, optimizer)
 
 
@@ -116,7 +113,10 @@ def test_peaks_put_together_are_those_of_the_whole_under_every_layout(
     name: str, layout: str
 ) -> None:
     for optimizer in ("adamw", "sgd-momentum"):
-        check_estimates(name, layout, optimizer)
+        try:
+            check_estimates(name, layout, optimizer)
+        except LayoutError as refused:  # as "ep" of a model without experts
+            pytest.skip(str(refused))
 
 
 @pytest.mark.parametrize("seed", range(20))

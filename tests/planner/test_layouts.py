@@ -369,9 +369,18 @@ def test_grids_on_eight_processes(tmp_path: Path) -> None:
                 "; use an axis",
             ],
         ),
-        (3, "megatron", ["axis tp of 3 ranks", "blocks.0.up (k = 64, n = 256)", "other sizes"]),
-        (6, "atp", ["no grid of 'atp' fits", "Grid2D(d1=1, d2=6", "other sizes in the model"]),
-        (27, Grid3D(3, 3, 3), ["axis x of 3 ranks", "blocks.0.down (k = 256, n = 64)"]),
+        # more ranks than padding to twice a size would give a part
+        (
+            1031,
+            "megatron",
+            ["axis tp of 1031 ranks", "blocks.0.up (k = 64, n = 256)", "other sizes"],
+        ),
+        (
+            2062,
+            "atp",
+            ["no grid of 'atp' fits", "Grid2D(d1=1, d2=2062", "other sizes in the model"],
+        ),
+        (1031, Grid3D(1031, 1, 1), ["axis x of 1031 ranks", "blocks.0.up (k = 64, n = 256)"]),
         (8, "zero", ["unknown layout 'zero'", "megatron-sp", "2.5d"]),
         (8, 3, ["layout is 3", "megatron-sp"]),
         (8, Grid4D(-2, -2, 2, 1), ["whole numbers, 1 or more"]),

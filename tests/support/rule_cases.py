@@ -302,6 +302,7 @@ PIECES = [
 REDUCTIONS = [
     call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, 0, 3),
     call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, note="no bounds"),
+    call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, 1, 3, note="from one"),
     *(
         call(f, real(6, 12, 4), [1])
         for f in (aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default)

@@ -233,7 +233,11 @@ def _decompose(model: nn.Module, exported: ExportedProgram) -> Captured:
     into an operand without saying so in their signatures, as instance_norm does into its running
     statistics.
     """
-    graph = written_functionally(exported)
+    devices = {x.device.type for x in exported.graph_module.parameters()}
+    values = (node.meta.get("val") for node in exported.graph.find_nodes(op="placeholder"))
+    devices |= {x.device.type for x in values if isinstance(x, torch.Tensor)}
+    # Under autocast a call does not stand for itself: decomposed alone, it would be cast again.
+    graph = None if under_autocast(devices) else written_functionally(exported)
     if graph is None:
         captured = Captured.of(exported.run_decompositions({}))
     else:
