@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+LONG = 2048  # tokens: attention to shorter sequences is a small part of a step
+
 # Fewer queries a block compute fewer hidden keys, and start more kernels.
 _BLOCKS, _FEWEST = 16, 128
 _MOST_PAIRS = 1 << 25  # of one block, for each row of a batch: the mask of a block is a tensor

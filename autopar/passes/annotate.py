@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Iterable
-from typing import Literal
 
 import torch
 from torch import fx
@@ -40,17 +39,16 @@ _RANDOM = {
 }  # random ops that draw the same numbers in every layout
 
 
-_LONG = 2048  # tokens: attention to shorter sequences is a small part of a step
 _MOST_TURNS = 1024  # the largest inner atom of a sequence
 
 
-def annotate(program: Program, strided: Literal["always", "long", "never"] = "never") -> Program:
+def annotate(program: Program, strided_from: int | None = None) -> Program:
     """Return the program with `Annotations`: the rules, the atoms, and which values depend on
     parameters and carry gradients.
 
-    `strided` cuts sequences that attention by positions reads into two atoms, always or where they
-    are long: a mesh axis may then take every n-th run of tokens, which gives all ranks as many
-    pairs of a query and a key that it sees.
+    Sequences of `strided_from` tokens or more that attention by positions reads are cut into two
+    atoms, none of them without it: a mesh axis may then take every n-th run of tokens, which gives
+    all ranks as many pairs of a query and a key that it sees.
 
     Raises PlanError where the model draws random numbers in a way that no layout repeats.
     """
@@ -60,8 +58,7 @@ def annotate(program: Program, strided: Literal["always", "long", "never"] = "ne
     refinement = _Refinement()
     for node in graph.nodes:
         _enter(node, rules.get(node.name), refinement)
-    if strided != "never":
-        _cut_sequences(program, rules, refinement, 2 if strided == "always" else _LONG)
+    cuts = strided_from is not None and _cut_sequences(program, rules, refinement, strided_from)
     searched, gradient = _searched_and_gradient(program)
     weights = _values_of_parameters(program, gradient)
     for node in graph.find_nodes(op="call_function", target=aten.einsum.default):
@@ -82,6 +79,7 @@ def annotate(program: Program, strided: Literal["always", "long", "never"] = "ne
         probed,
         unknown,
         weights,
+        strided_from=strided_from if cuts else None,
     )
     return dataclasses.replace(program, annotations=annotations)
 
@@ -321,9 +319,9 @@ def _enter(node: fx.Node, spec: OpShardingRule | None, refined: _Refinement) -> 
 
 def _cut_sequences(
     program: Program, rules: dict[str, OpShardingRule], refined: _Refinement, shortest: int
-) -> None:
+) -> bool:
     """Cut the sequences of token ids that attention by positions reads, of so many tokens or more,
-    into an outer atom and an inner one.
+    into an outer atom and an inner one. Return whether there are any.
     """
     banded = {
         leaf
@@ -331,6 +329,7 @@ def _cut_sequences(
         if rule.band not in (None, Band())
         for leaf in refined.expand([refined.factors[name]["q"]])
     }
+    found = False
     for entry in program.signature.inputs:
         dims = refined.values.get((entry.node, 0), ())
         if entry.kind != "user" or len(dims) < 2:
@@ -340,6 +339,8 @@ def _cut_sequences(
             inner = _turns(size)
             if leaf in banded and not refined.opaque[leaf] and size >= shortest and inner > 1:
                 refined.cut(leaf, size // inner)
+                found = True
+    return found
 
 
 def _turns(size: int) -> int:

@@ -2,17 +2,22 @@
 keys.
 
     le(k, q)                              is_causal=True, and no mask
-    and(gt(k, q - 4), le(k, q))           masked_attention(…, before=3, after=0)
-    and(le(k, q), index(padding, [b, k])) masked_attention(…, keys=[padding], after=0)
+    and(gt(k, q - 4), le(k, q))           before=3, after=0
+    and(le(k, q), index(padding, [b, k])) keys=[padding], after=0
     eq(index(segment, [b, q]), index(segment, [b, k]))
-                                          masked_attention(…, [segment], [segment], "eq")
+                                          [segment], [segment], "eq"
 
 Models of transformers make a bool mask (batch, 1, queries, keys) of positions, segments of packed
 documents and padding. A mask that is an "and" of conditions, each on the positions of query and key
 or on a vector of the queries and one of the keys, becomes its description
 (ops/sharded/masked_attention.py). Constant vectors are evaluated: a window as long as the sequence
 is no window. All other masks, and those of attention whose heads are masked apart, stay as they
-are; attention with dropout keeps its op, and takes the description as its mask.
+are.
+
+Long attention becomes `masked_attention`, in blocks, which holds no mask and skips the keys that no
+query of a block sees, but runs again in the backward. Where it is short, has dropout or skips too
+little, torch's op stays, and its mask is a `block_mask`: each rank makes its own part, once for all
+layers.
 
 A traced program enters and leaves. planner.py runs it before `annotate`.
 """
@@ -27,10 +32,10 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import LazyGraphModule, without_modes
-from autopar.ir.band import Band
+from autopar.ir.band import LONG, Band
 from autopar.ir.graph import computed, copied, made
 from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
-from autopar.ir.sharding_rule import bound, shape_of, value_of
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, bound, shape_of, value_of
 from autopar.ops.devices import renamed
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 
@@ -49,6 +54,7 @@ _COMPARE = {getattr(getattr(aten, n), kind): n for n in _NAMES for kind in ("Ten
 _SWAPPED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
 _OPPOSITE = {"le": "gt", "lt": "ge", "ge": "lt", "gt": "le", "eq": "ne", "ne": "eq"}
 _BATCH, _QUERY, _KEY = 0, 2, 3  # the dims of a mask; 1: heads
+_LARGE = 1 << 28  # bytes of one row of the batch: a mask that no rank is to hold
 
 
 def masks(program: Program) -> Program:
@@ -505,7 +511,7 @@ def _replace(graph: fx.Graph, node: fx.Node, description: _Description) -> None:
         )
         if causal or (not pairs and band == Band()):
             node.args = (*operands, None, values["dropout_p"], causal)
-        elif values["dropout_p"]:
+        elif values["dropout_p"] or not _pays_in_blocks(band, rows, columns):
             own_device = torch.device(device.type)
             arguments: tuple[Any, ...] = (*vectors, *band, rows, columns, own_device, [], [])
             key = f"mask {arguments}"
@@ -521,6 +527,14 @@ def _replace(graph: fx.Graph, node: fx.Node, description: _Description) -> None:
     node.kwargs = keep
     for new in _between(last, node):
         new.meta = {**{k: v for k, v in node.meta.items() if k != "val"}, **new.meta}
+
+
+def _pays_in_blocks(band: Band, queries: int, keys: int) -> bool:
+    """Whether attention in blocks is faster than with a mask, or the mask is too large."""
+    if queries * keys < LONG**2:
+        return False
+    in_blocks = band.share(queries, keys) * (2 + ATTENTION_BACKWARD)
+    return in_blocks < 1 + ATTENTION_BACKWARD or queries * keys >= _LARGE
 
 
 def _between(last: fx.Node, node: fx.Node) -> list[fx.Node]:

@@ -102,13 +102,8 @@ def rivals(program: Program) -> tuple[str, ...]:
     where it is long and causal.
     """
     assert program.annotations is not None
-    cut = any(
-        len(dims) > 1 and len(dims[1]) > 1
-        for entry in program.signature.inputs
-        if entry.kind == "user"
-        for dims in [program.annotations.dims[entry.node, 0]]
-    )
-    return tuple(name for name in NAMES[1:] if cut or name != "cp")
+    long = program.annotations.strided_from is not None
+    return tuple(name for name in NAMES[1:] if long or name != "cp")
 
 
 def roles_of(layout: Layouts) -> Iterator[Role | None]:

@@ -199,7 +199,7 @@ def analyse(manager: PassManager, program: Program, request: PlanRequest | None 
     request = request or PlanRequest()
     program = manager.run("draws", program, draws.draws, draws.check)
     program = manager.run("masks", program, masks.masks, masks.check)
-    cut = partial(annotate.annotate, strided=request.strided)
+    cut = partial(annotate.annotate, strided_from=request.strided_from)
     program = manager.run("annotate", program, cut, annotate.check)
     program = annotate.reduced_in(program, request.reduce_dtype)
     replicated_outputs = request.outputs == "replicated"
@@ -304,12 +304,13 @@ def finish_plan(
     the request no limit applies: the plan was made to fit before.
     """
     program = fit_to_memory(manager, source, chosen, world, request)
-    assert program.plan is not None
+    assert program.plan is not None and program.annotations is not None
     plan = dataclasses.replace(
         summary_rows(
             program, world, _overlapped_timeline(program, world) if request.overlap else None
         ),
         fingerprint=fingerprint(source),
+        strided_from=program.annotations.strided_from,
         groups=tuple(sorted(group.split("/", 2)[2] for group in groups_of(program.module))),
         seconds_by_pass=dict(manager.seconds),
     )

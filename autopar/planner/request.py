@@ -13,13 +13,13 @@ and comparisons. A plan raises LayoutError where sizes do not fit the ranks or t
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Literal
 
 import torch
 
 from autopar.cost.memory import Budget
+from autopar.ir.band import LONG
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -162,14 +162,15 @@ class GridContext:
     data2.context2
 
     `within`: the layout of the other ranks, a name of one axis or a grid. A causal mask leaves
-    early queries less to do than late ones, so ranks take runs of tokens in turns, not one stretch
-    each. Words of attention: (1-1/context)·(k + v), keys and values of a whole sequence; backward
-    as much. Raises, when planned, LayoutError where sizes do not multiply to the ranks or `context`
-    does not divide the sequence. Source: Llama 3, arXiv 2407.21783, section 3.3.2.
+    early queries less to do than late ones, so with `strided` ranks take runs of tokens in turns,
+    else one contiguous part each. Words of attention: (1-1/context)·(k + v), keys and values of a
+    whole sequence; backward as much. Raises, when planned, LayoutError where sizes do not multiply
+    to the ranks or `context` does not divide the sequence. Source: Llama 3, arXiv 2407.21783, section 3.3.2.
     """
 
     context: int
     within: str | Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP = "fsdp"
+    strided: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +209,20 @@ Outputs = Literal["replicated", "sharded"]
 Microbatches = int | Literal["auto"]
 
 
+def _strided_from(layout: Layouts) -> int | None:
+    match layout:
+        case "cp":
+            return 2
+        case "auto":
+            return LONG
+        case GridContext():
+            return 2 if layout.strided else None
+        case Mapping():
+            found = [n for own in layout.values() if (n := _strided_from(own)) is not None]
+            return min(found, default=None)
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
     """What the caller of `autopar.plan` asks for.
@@ -217,8 +232,8 @@ class PlanRequest:
     summed, None for their own. `overlap`: plans are compared by a step with communication under
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
-    `microbatches`: the parts of a step, one after the other. `plan_layout`: the layout that a plan
-    from a file was made for.
+    `microbatches`: the parts of a step, one after the other. `plan_strided_from`: `strided_from`
+    of a plan from a file.
     """
 
     layout: Layouts | None = "auto"
@@ -228,20 +243,17 @@ class PlanRequest:
     outputs: Outputs = "sharded"
     replicated_parameters: bool = False
     microbatches: int = 1
-    plan_layout: str = ""
+    plan_strided_from: int | None = None
 
     @property
-    def strided(self) -> Literal["always", "long", "never"]:
-        """Whether ranks may take every n-th run of tokens of a sequence that causal attention
-        reads: where a layout has an axis for it, and in "auto" for long sequences.
+    def strided_from(self) -> int | None:
+        """The number of tokens from which on a sequence that causal attention reads may be split by
+        stride, None for no sequence.
 
-        >>> PlanRequest("cp").strided, PlanRequest("auto").strided, PlanRequest("fsdp").strided
-        ('always', 'long', 'never')
+        >>> [PlanRequest(name).strided_from for name in ("cp", "auto", "fsdp")]
+        [2, 2048, None]
         """
-        text = self.plan_layout if self.layout is None else str(self.layout)
-        if re.search(r"\bcp\b|context=", text):
-            return "always"
-        return "long" if re.search(r"\bauto\b", text) else "never"
+        return self.plan_strided_from if self.layout is None else _strided_from(self.layout)
 
     @property
     def recompute(self) -> str:
@@ -260,10 +272,8 @@ class PlanRequest:
         """
         overlap = plan.overlapped is not None
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
-        plan_layout = plan.layout
-        return PlanRequest(
-            layout, budget, plan.reduce_dtype, overlap, outputs, plan_layout=plan_layout
-        )
+        summed, strided_from = plan.reduce_dtype, plan.strided_from
+        return PlanRequest(layout, budget, summed, overlap, outputs, plan_strided_from=strided_from)
 
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""

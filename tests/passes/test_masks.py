@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import autopar
 import models
+from autopar.ir.band import Band
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import bound
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
@@ -32,17 +33,28 @@ def described(model: nn.Module, args: Any, kwargs: Any) -> tuple[Program, Progra
 
 
 def said(program: Program) -> list[str]:
-    """What each attention of a program sees, in words."""
+    """What each attention of a program sees, in words; in blocks with "blocks" before."""
     found = []
     for node in program.module.graph.nodes:
-        if node.target in (MASKED_ATTENTION, BLOCK_MASK):
-            values = bound(node)
-            found.append(f"{values['before']} {values['after']} {values['compare']}".strip())
-        elif node.target is SDPA and not isinstance(bound(node)["attn_mask"], fx.Node):
+        if node.target not in (MASKED_ATTENTION, SDPA):
+            continue
+        in_blocks = node.target is MASKED_ATTENTION
+        description = node if in_blocks else bound(node)["attn_mask"]
+        if not isinstance(description, fx.Node):
             found.append("causal" if bound(node)["is_causal"] else "all")
-        elif node.target is SDPA and bound(node)["attn_mask"].target is not BLOCK_MASK:
+        elif description.target not in (MASKED_ATTENTION, BLOCK_MASK):
             found.append("mask")
+        else:
+            values = bound(description)
+            words = f"{values['before']} {values['after']} {values['compare']}".strip()
+            found.append(f"blocks {words}" if in_blocks else words)
     return found
+
+
+@pytest.fixture
+def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention to sequences of any length is computed in blocks."""
+    monkeypatch.setattr("autopar.passes.masks._pays_in_blocks", lambda *_: True)
 
 
 # -- models of transformers ------------------------------------------------------------------------
@@ -70,7 +82,11 @@ MODELS = {
     "packed gemma3": (lambda: packed(models.gemma3()), ["7 0 eq", "None 0 eq"]),
     "padded llama": (lambda: padded(models.llama()), ["None 0 eq"] * 2),
     "padded bert": (lambda: padded(models.bert()), ["None None eq"] * 2),
-    "dropping bert": (lambda: padded(models.bert(0.1)), ["None None eq"]),  # one mask for both
+    "dropping bert": (lambda: padded(models.bert(0.1)), ["None None eq"] * 2),
+    "qwen3": (
+        lambda: models.qwen3(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        ["causal", "7 0"],
+    ),
 }
 
 
@@ -81,11 +97,55 @@ def test_what_masks_of_transformers_say(name: str) -> None:
     assert said(after) == expected
 
 
-@pytest.mark.parametrize("name", ["packed gemma3", "padded bert"])
-def test_described_masks_in_every_rank(name: str) -> None:
+PLANS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, y=2), "cp": "cp"}
+
+
+@pytest.mark.parametrize("layout", PLANS)
+@pytest.mark.parametrize("name", ["packed gemma3", "padded bert", "qwen3"])
+def test_described_masks_in_every_rank(name: str, layout: str) -> None:
+    same_on_ranks(name, layout)
+
+
+@pytest.mark.parametrize("layout", PLANS)
+@pytest.mark.parametrize("name", ["packed gemma3", "padded bert", "mistral", "packed llama"])
+@pytest.mark.usefixtures("in_blocks")
+def test_masks_in_blocks_in_every_rank(name: str, layout: str) -> None:
+    same_on_ranks(name, layout)
+
+
+def same_on_ranks(name: str, layout: str) -> None:
     model, _, kwargs = MODELS[name][0]()
-    check = autopar.verify(model, 4, kwargs, layout=autopar.Grid4D(z=2, y=2))
+    check = autopar.verify(model, 4, kwargs, layout=PLANS[layout])
     assert max(check.loss_error, check.grad_error, check.step_error) < 1e-9
+
+
+LENGTHS = {
+    "short": (1024, Band(511, 0), False),
+    "window": (2048, Band(511, 0), True),
+    "causal": (2048, Band(None, 0), True),
+    "padding": (2048, Band(), False),
+    "padding of a long one": (1 << 15, Band(), True),
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_blocks_where_they_pay(case: str) -> None:
+    """Attention is computed in blocks where it is long and they skip much, or its mask is large."""
+    tokens, band, expected = LENGTHS[case]
+
+    def make(segment: Tensor, kept: Tensor) -> Tensor:
+        i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+        mask = kept[:, None, None, :].expand(-1, 1, tokens, -1)
+        if band.after is not None:
+            mask = mask & (j <= i + band.after)
+        return mask if band.before is None else mask & (j >= i - band.before)
+
+    x = torch.empty(1, 1, tokens, 8, device="meta")
+    vector = torch.empty(1, tokens, device="meta")
+    inputs = (x, x, x, vector.long(), vector.bool())
+    _, after = described(Masked(make), inputs, {})
+    words = f"{band.before} {band.after} eq"
+    assert said(after) == [f"blocks {words}" if expected else words]
 
 
 # -- random trees ----------------------------------------------------------------------------------
@@ -148,6 +208,16 @@ def gradients(program: Program, inputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_mask_and_its_description_agree(seed: int) -> None:
+    same_as_traced(seed)
+
+
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.usefixtures("in_blocks")
+def test_a_random_mask_and_attention_in_blocks_agree(seed: int) -> None:
+    same_as_traced(seed)
+
+
+def same_as_traced(seed: int) -> None:
     inputs = tree_inputs(seed)
     before, after = described(Tree(seed), tuple(inputs), {})
     assert said(after) != ["mask"]

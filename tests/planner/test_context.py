@@ -17,11 +17,13 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ops.sharded.masked_attention import MASKED_ATTENTION
 from autopar.planner.request import GridContext, Layouts
+from autopar.runtime.apply import renew_plan
 
 LIMIT = 1e-9
 MODELS = {
     "llama": models.llama,
     "gpt2": models.gpt2,
+    "gemma2": models.gemma2,  # caps its scores, so it has no fused attention
     "gemma3": models.gemma3,
     "mistral": models.mistral,
     "bert": models.bert,
@@ -34,6 +36,8 @@ LAYOUTS: dict[str, tuple[int, Layouts]] = {
     "cp x fsdp on 8": (8, GridContext(4)),
     "cp x megatron": (4, GridContext(2, "megatron")),
     "cp x 4d": (8, GridContext(2, autopar.Grid4D(x=2, z=2))),
+    "contiguous cp": (4, GridContext(4, strided=False)),
+    "contiguous cp x megatron": (4, GridContext(2, "megatron", strided=False)),
 }
 
 
@@ -65,12 +69,16 @@ def attentions(plan: Plan) -> list[Layout]:
     return [layout for layout in found if layout is not None]
 
 
-def test_ranks_take_runs_of_tokens_in_turns() -> None:
+@pytest.mark.parametrize("strided", [True, False])
+def test_ranks_take_runs_of_tokens_in_turns(strided: bool) -> None:
+    """16 tokens on 4 ranks: 2 runs of 2 tokens each, or one of 4. A file of the plan says so."""
     model, _, kwargs = models.llama()
-    plan = autopar.plan(model, 4, kwargs, layout="cp")
-    for layout in attentions(plan):
+    plan = autopar.plan(model, 4, kwargs, layout=GridContext(4, strided=strided))
+    renewed = renew_plan(model, Plan.from_json(plan.to_json()), kwargs)
+    for layout in (*attentions(plan), *attentions(renewed)):
         (digit,) = layout.digits(2)
-        assert (digit.axis, digit.stride, digit.size) == ("context", 2, 4)  # of 16 = 2 x 8
+        assert (digit.axis, digit.stride, digit.size) == ("context", 2 if strided else 4, 4)
+    assert not renewed.changed_figures
 
 
 def test_every_query_lies_on_one_rank() -> None:
