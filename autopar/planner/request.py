@@ -165,7 +165,8 @@ class GridContext:
     early queries less to do than late ones, so with `strided` ranks take runs of tokens in turns,
     else one contiguous part each. Words of attention: (1-1/context)·(k + v), keys and values of a
     whole sequence; backward as much. Raises, when planned, LayoutError where sizes do not multiply
-    to the ranks or `context` does not divide the sequence. Source: Llama 3, arXiv 2407.21783, section 3.3.2.
+    to the ranks or `context` does not divide the sequence. Source: Llama 3, arXiv 2407.21783,
+    section 3.3.2.
     """
 
     context: int
