@@ -17,7 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autopar.ir.layout import Layout
+from autopar.errors import LayoutError
+from autopar.ir.layout import Layout, S
 
 
 class Pad(NamedTuple):
@@ -57,6 +58,33 @@ def unpadded_shape(shape: Sequence[int], pads: Pads) -> tuple[int, ...]:
     for pad in pads:
         sizes[pad.dim] = pad.outer * pad.size * pad.inner
     return tuple(sizes)
+
+
+def resized(layout: Layout, before: Pads, after: Pads) -> Layout:
+    """Return the layout of a tensor whose dims are padded to other sizes: every axis holds the same
+    digit of the same factor. Raises LayoutError where the new sizes do not divide.
+
+    >>> from autopar.ir.layout import S
+    >>> from autopar.ir.mesh import Mesh
+    >>> rows = Layout(Mesh.parse("x2"), (12, 4), (S(0, 6),))
+    >>> resized(rows, [Pad(0, 1, 10, 12, 1)], [Pad(0, 1, 10, 10, 1)]).local_shape
+    (5, 4)
+    """
+    states, shape = list(layout.states), list(layout.shape)
+    for old, new in zip(before, after, strict=True):
+        assert (old.dim, old.atom, old.inner) == (new.dim, new.atom, new.inner), (old, new)
+        shape[old.dim] = new.outer * new.padded * new.inner
+        for place, state in enumerate(states):
+            if state.kind == "S" and state.dim == old.dim and state.stride >= old.inner:
+                stride, rest = divmod(state.stride * new.padded, old.padded)
+                if rest:
+                    axis = layout.mesh.axes[place]
+                    raise LayoutError(
+                        f"axis {axis.name} of size {axis.size} holds a digit of dim {old.dim} that "
+                        f"{new.padded} entries in place of {old.padded} do not have"
+                    )
+                states[place] = S(state.dim, stride)
+    return Layout(layout.mesh, tuple(shape), tuple(states))
 
 
 def without_padding(tensor: Tensor, pads: Pads) -> Tensor:

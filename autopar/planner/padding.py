@@ -4,11 +4,12 @@ Example: GPT-2's vocabulary of 50,257 divides on no axis of 4 or 8 ranks. Under 
 padded to 50,264 on 8 ranks, so that its rows are split as those of 50,304 are; under "fsdp", which
 splits the batch alone, nothing is padded.
 
-Three searches at most: one with every dim padded to a multiple of the ranks of a node, which shows
-the axes that split it; where those have other sizes, one with each dim padded to a multiple of its
-own axes, as small as can be, so that plain Shards hold its parameters; and one without padding,
-where none was used or a dim grew by more than a hundredth. The plan with padding is taken where its
-step is shorter. A model whose dims divide is searched once.
+Every dim is padded to a multiple of the ranks of a node first, and the search shows the axes that
+split it. Where those have other sizes, the plan is carried over to dims that are padded to a
+multiple of their own axes, as small as can be, so that plain Shards hold the parameters; only where
+it cannot be carried over is it searched again. One more search is made without padding, where none
+was used or a dim grew by more than a hundredth: the plan with padding is taken where its step is
+shorter. A model whose dims divide is searched once.
 
 An annotated program, a world, a request and the search enter; the program with its plan leaves,
 padded or as it was. `with_padding_of` pads a program again as a plan says. Called by planner.py.
@@ -21,19 +22,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
+from torch import fx
 
 from autopar.cost.simulator import bucket_seconds
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.dim_roles import dim_kinds
 from autopar.ir.graph import producer
 from autopar.ir.layout import Layout
-from autopar.ir.padding import Pad, plain_shards
-from autopar.ir.plan import Padding, Plan
+from autopar.ir.padding import Pad, plain_shards, resized
+from autopar.ir.plan import Choice, Padding, Plan
 from autopar.ir.program import Program, Value
 from autopar.ir.sharding_rule import operands_of
 from autopar.passes import annotate, emit_program
 from autopar.passes.pad import check, pad, paddable, weights_of
 from autopar.planner.named_layouts import roles_of
+from autopar.planner.objective import cost_terms
 from autopar.planner.request import PlanRequest
 from autopar.world import World
 
@@ -58,7 +61,7 @@ def search_with_padding(
     if not sizes:
         return search(program)
     try:
-        padded = _searched_padded(search, program, sizes)
+        padded = _searched_padded(search, program, sizes, world)
     except (LayoutError, PlanError):
         padded = None
     if padded is not None and _growth(_plan(padded)) <= _NEGLIGIBLE:
@@ -175,7 +178,9 @@ def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
 
 
 # -- searches with padding -------------------------------------------------------------------------
-def _searched_padded(search: Search, program: Program, sizes: Sizes) -> Program | None:
+def _searched_padded(
+    search: Search, program: Program, sizes: Sizes, world: World
+) -> Program | None:
     """Return the program padded as its plan needs, with that plan; None where the plan splits none
     of the dims that were padded.
     """
@@ -188,10 +193,70 @@ def _searched_padded(search: Search, program: Program, sizes: Sizes) -> Program 
     if fitted == sizes and _is_storable(wide, found):
         return _with_notes(dataclasses.replace(found, padding=wide.padding), program, sizes)
     narrow = _annotated(program, fitted)
-    chosen = search(narrow)
-    if not _fitted(narrow, chosen):
-        return None
+    chosen = _carried_over(found, wide, narrow, world) if fitted.keys() == sizes.keys() else None
+    if chosen is None:
+        chosen = search(narrow)
+        if not _fitted(narrow, chosen):
+            return None
     return _with_notes(chosen, program, fitted)
+
+
+def _carried_over(found: Program, wide: Program, narrow: Program, world: World) -> Program | None:
+    """Return the program with the smaller padding and the plan found with the larger one; None
+    where its layouts do not divide the smaller sizes, or plain Shards cannot hold its parameters.
+
+    A cost is a constant and a part in proportion to a size, so no mesh's bound shrinks by more than
+    the dims do.
+    """
+    plan = _plan(found)
+    shrunk = min(
+        new.padded / old.padded
+        for value, pads in narrow.padding.items()
+        for old, new in zip(wide.padding[value], pads, strict=True)
+    )
+
+    def at(layout: Layout | None, value: Value | None) -> Layout | None:
+        if layout is None or value not in narrow.padding:
+            return layout
+        return resized(layout, wide.padding[value], narrow.padding[value])
+
+    def of(layout: Layout, value: Value) -> Layout:
+        again = at(layout, value)
+        assert again is not None
+        return again
+
+    def choice_of(node: fx.Node, choice: Choice) -> Choice:
+        sources = [None if n is None else producer(n) for n in operands_of(node)]
+        return dataclasses.replace(
+            choice,
+            operands=tuple(map(at, choice.operands, sources)),
+            results=tuple(of(layout, (node.name, i)) for i, layout in enumerate(choice.results)),
+        )
+
+    nodes = {node.name: node for node in narrow.module.graph.nodes}
+    outputs = {str(n): entry.node for n, entry in enumerate(narrow.signature.outputs)}
+    try:
+        plan = dataclasses.replace(
+            plan,
+            choices={name: choice_of(nodes[name], each) for name, each in plan.choices.items()},
+            stored={name: of(layout, (name, 0)) for name, layout in plan.stored.items()},
+            copies={value: of(layout, value) for value, layout in plan.copies.items()},
+            outputs={
+                number: of(layout, producer(nodes[outputs[number] or ""]))
+                for number, layout in plan.outputs.items()
+            },
+            bound=plan.bound * shrunk,
+            meshes=tuple((mesh, bound * shrunk) for mesh, bound in plan.meshes),
+            memory=None,  # of the larger sizes
+        )
+    except LayoutError:
+        return None
+    carried = dataclasses.replace(narrow, plan=plan)
+    if not _is_storable(narrow, carried):
+        return None
+    seconds = sum(cost_terms(carried, plan, world).values())
+    plan = dataclasses.replace(plan, seconds=seconds, bound=min(plan.bound, seconds))
+    return dataclasses.replace(carried, plan=plan)
 
 
 def _annotated(program: Program, sizes: Sizes) -> Program:

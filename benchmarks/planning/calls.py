@@ -1,62 +1,86 @@
-"""Through how many rooms planning goes: the calls between modules while gpt2 is planned on 8 ranks.
+"""The way of a plan through the code: which function calls which, from the traced model to the plan
+of gpt2 on 8 ranks, in the order in which a reader meets them.
 
-    python -m benchmarks.planning.calls [--ranks 8] [--model gpt2]
+    python -m benchmarks.planning.calls [--ranks 8] [--model gpt2] [--all]
 
-Two numbers, counted once the model is traced: the modules of autopar that are entered, and how
-often control goes from one module of autopar/planner back to one that it came from, that is, calls
-a function of a module that waits further down the stack. A callback counts, a plain return does
-not.
+The list has each pair (calling, called) of functions in different modules of planner/ and passes/
+once, at its first execution. Modules of ir/ and cost/ are leaves: each counts once, at its first
+call. A stop is a change of the module called, a return is a stop at a module that was a stop
+before: `N stops, M returns` says how often a reader turns to another file, and how often back.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import autopar
 from autopar import api
 from autopar.cli.targets import Batch, resolve
-from autopar.ir.program import Program
 
 AUTOPAR = Path(autopar.__file__).parent
 
 
+class Function(NamedTuple):
+    """A function of autopar: its module, as "planner/mesh_search", and its name."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
 class Calls:
-    """What a trace function counts: `entered` modules, and `back`, calls into a module of planner/
-    that waits further down the stack of modules. It sees calls of Python functions alone; a profile
-    function would be called for those of C, too, and take ten times as long.
+    """What a trace function notes: distinct pairs of functions, in the order of their first calls.
+    It sees calls of Python functions alone; a profile function would be called for those of C, too,
+    and take ten times as long.
     """
 
     def __init__(self) -> None:
-        self.entered: Counter[str] = Counter()
-        self.back: Counter[tuple[str, str]] = Counter()
-        self._stack: list[str] = []
+        self.pairs: dict[tuple[Function, Function], None] = {}
+        self._stack: list[Function] = []
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         module = _module(frame.f_code.co_filename)
         if not module:
             return None
         frame.f_trace_lines = False
-        caller = self._stack[-1] if self._stack else ""
-        if module != caller:
-            self.entered[module] += 1
-            if _searches(module) and _searches(caller) and module in self._stack:
-                self.back[caller, module] += 1
-        self._stack.append(module)
+        called = Function(module, frame.f_code.co_qualname)
+        if self._stack and self._stack[-1].module != module:
+            self.pairs.setdefault((self._stack[-1], called))
+        self._stack.append(called)
         return self._leave
 
     def _leave(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "return":
             self._stack.pop()
+
+
+def stops(pairs: dict[tuple[Function, Function], None]) -> list[str]:
+    """Return the modules called, in order: neighbours that are equal are one, and a leaf is there
+    once.
+
+    >>> a, b = Function("planner/a", "f"), Function("cost/b", "g")
+    >>> stops({(b, a): None, (a, b): None, (b, Function("planner/a", "h")): None})
+    ['planner/a', 'cost/b', 'planner/a']
+    """
+    called: list[str] = []
+    for _, function in pairs:
+        module = function.module
+        is_leaf = module.startswith(("ir/", "cost/"))
+        if module.startswith(("planner/", "passes/")) or (is_leaf and module not in called):
+            called.append(module)
+    return [module for module, _ in groupby(called)]
 
 
 @cache
@@ -67,43 +91,42 @@ def _module(path: str) -> str:
     return str(Path(path).relative_to(AUTOPAR).with_suffix(""))
 
 
-def _searches(module: str) -> bool:
-    return module.startswith("planner/")
-
-
 @contextmanager
-def counted_after_tracing(calls: Calls) -> Iterator[None]:
-    """Count calls from the moment at which the model is traced: tracing is torch's own work."""
-    trace_model = api.trace_model
+def noted_after_tracing(calls: Calls) -> Iterator[None]:
+    """Note calls from the moment at which the model is traced: tracing is torch's own work."""
+    trace_step = api.trace_step
 
-    def trace(*args: Any) -> Program:
-        program = trace_model(*args)
+    def trace(*args: Any) -> Any:
+        traced = trace_step(*args)
         sys.settrace(calls)
-        return program
+        return traced
 
-    api.trace_model = trace
+    api.trace_step = trace
     try:
         yield
     finally:
         sys.settrace(None)
-        api.trace_model = trace_model
+        api.trace_step = trace_step
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="gpt2")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--all", action="store_true", help="print every pair, not the stops alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     target = resolve(options.model, Batch.parse("16x1024"), options.ranks, False)
     calls = Calls()
-    with counted_after_tracing(calls):
+    with noted_after_tracing(calls):
         autopar.plan(target.model, options.ranks, target.inputs, smaller=False)
-    planner = [name for name in calls.entered if _searches(name)]
-    print(f"{len(calls.entered)} modules are entered, {len(planner)} of them in planner/")
-    print(f"{sum(calls.back.values())} times back, between {len(calls.back)} pairs of modules:")
-    for (caller, module), count in calls.back.most_common(15):
-        print(f"  {count:7} {caller} -> {module}")
+    if options.all:
+        for calling, called in calls.pairs:
+            print(f"{calling} -> {called}")
+    modules = stops(calls.pairs)
+    assert modules, "no call was noted: the model is traced elsewhere"
+    print(" > ".join(modules))
+    print(f"{len(modules)} stops, {len(modules) - len({*modules})} returns")
 
 
 if __name__ == "__main__":

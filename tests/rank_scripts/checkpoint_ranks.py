@@ -183,14 +183,16 @@ def main() -> None:
     path, folder, *task = sys.argv[1:]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    if task:
+    if task == ["endless"]:
         endless(Path(folder))
-    facts: dict[str, Any] = {
-        "dropout": facts_of(Path(folder) / "dropout", 0.3),
-        "plain": facts_of(Path(folder) / "plain", 0.0),
-        "empty groups": empty_groups(Path(folder) / "empty groups"),
-        "refused": ranks.all_of(refused(Path(folder) / "plain")),
-    }
+    if task == ["dropout"]:
+        facts: dict[str, Any] = facts_of(Path(folder) / "dropout", 0.3)
+    else:
+        facts = {
+            "plain": facts_of(Path(folder) / "plain", 0.0),
+            "empty groups": empty_groups(Path(folder) / "empty groups"),
+            "refused": ranks.all_of(refused(Path(folder) / "plain")),
+        }
     if dist.get_rank() == 0:
         Path(path).write_text(json.dumps(facts), encoding="utf-8")
     dist.destroy_process_group()

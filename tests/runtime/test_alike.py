@@ -43,10 +43,10 @@ def test_a_digest_sees_rows_that_change_places() -> None:
 
 
 # -- parameters ------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[pytest.param(SCRIPT, marks=pytest.mark.slow)])
+def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What three ranks saw in all tasks."""
-    return launched(tmp_path_factory.mktemp("alike"), 3, *TASKS, script=SCRIPT)
+    return launched(tmp_path_factory.mktemp("alike"), 3, *TASKS, script=request.param)
 
 
 def test_parameters_become_those_of_rank_0(facts: dict[str, Any]) -> None:

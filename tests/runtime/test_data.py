@@ -17,10 +17,14 @@ from launch import launched
 SPLIT_IN = {"fsdp": 4, "megatron": 1, "megatron-sp": 1, "grid": 2}  # parts of a batch's rows
 
 
-LAYOUTS = [("grid",), pytest.param(("fsdp", "megatron", "megatron-sp"), marks=pytest.mark.slow)]
+LAYOUTS = [("grid",), ("fsdp", "megatron", "megatron-sp")]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=", ".join)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(names, marks=pytest.mark.slow) for names in LAYOUTS],
+    ids=", ".join,
+)
 def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return launched(tmp_path_factory.mktemp("data"), 4, *request.param, script="data_ranks.py")
 

@@ -9,18 +9,19 @@ import pytest
 from autopar import _compat
 from launch import launched
 
+LAYOUTS = [("fsdp",), pytest.param(("4d", "ddp", "2.5d"), marks=pytest.mark.slow)]
 
-@pytest.fixture(
-    scope="module", params=["fsdp 4d", pytest.param("ddp 2.5d", marks=pytest.mark.slow)]
-)
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=", ".join)
 def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    layouts = request.param.split()
-    return launched(tmp_path_factory.mktemp("deferred"), 4, *layouts, script="hold_ranks.py")
+    folder = tmp_path_factory.mktemp("deferred")
+    everyone = launched(folder, 4, *request.param, script="hold_ranks.py")
+    assert all(len(found) == len(request.param) for found in everyone)
+    return everyone
 
 
 def test_habits_of_accumulation_compute_what_one_device_does(facts: Any) -> None:
     for found in facts:
-        assert len(found) == 2
         for of_layout in found.values():
             apart = of_layout["apart"]
             assert len(apart) == 6

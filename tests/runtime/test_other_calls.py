@@ -21,7 +21,9 @@ import autopar
 from autopar.runtime.training import call_graphs
 from launch import RANK_SCRIPTS, environment, launched
 
-LAYOUTS = [("fsdp",), pytest.param(("megatron", "auto"), marks=pytest.mark.slow)]
+LAYOUTS = [
+    pytest.param(names, marks=pytest.mark.slow) for names in (("fsdp",), ("megatron", "auto"))
+]
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=", ".join)

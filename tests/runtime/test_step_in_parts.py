@@ -8,15 +8,20 @@ import pytest
 
 from launch import launched
 
-FEW = ["ddp:4", "fsdp:4", "fsdp:4:turns"]
-MORE = ["4d:2", "2.5d:4", "megatron:4", "megatron:4:turns"]
+TASKS = [
+    ["fsdp:4"],
+    pytest.param(["ddp:4", "fsdp:4:turns"], marks=pytest.mark.slow),
+    pytest.param(["4d:2", "2.5d:4", "megatron:4", "megatron:4:turns"], marks=pytest.mark.slow),
+]
 SUMMED = ["ddp:4", "fsdp:4", "4d:2", "2.5d:4"]  # whose gradients ranks sum
 
 
-@pytest.fixture(scope="module", params=["few", pytest.param("more", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=TASKS, ids=", ".join)
 def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    tasks = FEW if request.param == "few" else MORE
-    return launched(tmp_path_factory.mktemp("parts"), 4, *tasks, script="parts_of_step_ranks.py")
+    folder = tmp_path_factory.mktemp("parts")
+    everyone = launched(folder, 4, *request.param, script="parts_of_step_ranks.py")
+    assert all(len(found) == len(request.param) for found in everyone)
+    return everyone
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_three_steps_are_those_of_one_device(facts: Any) -> None:
     for found in facts:
-        assert len(found) >= 3
         for task in found:
             assert "error" not in found[task], found[task]
             assert found[task]["compared"] == 47 and found[task]["same shapes"]
@@ -43,6 +47,7 @@ def test_gradients_are_summed_across_ranks_once_a_step(facts: Any) -> None:
             assert found[task]["forms"] == [*["deferred"] * (runs - 1), "final"] * 3
 
 
+@pytest.mark.slow
 def test_what_goes_on_besides_training(others: Any) -> None:
     for found in others:
         assert "error" not in found, found
@@ -52,12 +57,14 @@ def test_what_goes_on_besides_training(others: Any) -> None:
         assert all(found["drops"].values()), found["drops"]
 
 
+@pytest.mark.slow
 def test_a_mean_may_be_returned_as_it_is(others: Any) -> None:
     for found in others:
         assert len(found["alone"]) == 3
         assert {loss: apart for loss, apart in found["alone"].items() if apart > 1e-12} == {}
 
 
+@pytest.mark.slow
 def test_what_a_step_in_parts_cannot_do_is_refused(others: Any) -> None:
     another = "InputError: a step in micro-batches has the gradient of its loss alone"
     twice = "InputError: the backward of a step in micro-batches ran already"

@@ -18,7 +18,10 @@ from launch import launched
 MODELS = ("plain", "llama", "gpt2")
 
 
-@pytest.fixture(scope="module", params=["megatron", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=pytest.mark.slow) for name in ("megatron", "fsdp")],
+)
 def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("weights")
     return launched(folder, 2, str(folder), request.param, script="weights_ranks.py")
