@@ -73,6 +73,10 @@ class Constraint:
     panels: tuple[str, ...] = ()  # SUMMA's row and column axes
     # how parameters are stored already, by placeholder: those have no other choice
     stored: Mapping[str, Layout] = field(default_factory=dict)
+    free: bool = field(init=False, compare=False)  # whether it asks nothing of any module
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "free", not self.rules)
 
     def roles(self, path: str) -> tuple[Role, ...] | None:
         """Return the role of every axis in the module at this path, None where it is free."""
@@ -116,14 +120,15 @@ class Constraint:
                 return split
             if not has_weight(spec):  # as a dispatch of tokens to experts
                 return [*split, *among(role.splits)]
+        features_or_splits = "features" if role.splits in ("residual", "inner") else role.splits
         if has_weight(spec):
-            features_or_splits = "features" if role.splits in ("residual", "inner") else role.splits
             taken = among(role.splits, role.takes) or among(features_or_splits, role.takes)
             # Tensor parallelism splits every expert, as long as there is something to split.
             inner = [s for s in taken if getattr(s, "factor", "") not in spec.uneven]
             return inner or taken or idle
         if spec.product is not None:
-            return among(role.splits) or idle
+            wider = among(features_or_splits) if self._of_weight(spec, factors) else []
+            return among(role.splits) or [*wider, *idle]
         if role.elsewhere == "sequence" and self._on_residual(factors):
             return among("sequence") or idle
         splits = "inner" if role.elsewhere == "sequence" else role.elsewhere or role.splits
@@ -149,6 +154,21 @@ class Constraint:
         ]
         return any(x & self.kinds.experts and not x & self.kinds.batch for x in held) and (
             bool(spec.uneven) or not has_weight(spec)
+        )
+
+    def _of_weight(self, spec: OpShardingRule, factors: Factors) -> bool:
+        """Whether a product has an operand of n that holds nothing of a sample, as convolutions."""
+        assert spec.product is not None
+        return any(
+            dims is not None
+            and any(name in spec.product[1] for dim in dims for name in dim)
+            and not any(
+                atom.number in self.kinds.batch
+                for dim in dims
+                for name in dim
+                for atom in factors[name]
+            )
+            for dims in spec.operands
         )
 
     def _on_residual(self, factors: Factors) -> bool:
@@ -204,11 +224,6 @@ class Constraint:
         if state.kind != "S":
             return None
         return self.letters[name][state.dim] if name in self.letters else ""
-
-    @property
-    def free(self) -> bool:
-        """Whether the layout asks nothing of any module."""
-        return not self.rules
 
 
 class Offered(NamedTuple):

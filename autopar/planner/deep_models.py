@@ -45,14 +45,15 @@ from autopar.planner.mesh_search import (
     Best,
     Candidate,
     again,
+    best_at_shares,
     meshes_by_bound,
     promising_meshes,
+    quick_best,
     with_bounds,
 )
 from autopar.planner.named_layouts import candidates, rivals
 from autopar.planner.objective import cost_terms
-from autopar.planner.quick_search import best_at_shares, quick_best
-from autopar.planner.request import PlanRequest, with_asked_recomputation
+from autopar.planner.request import Layouts, PlanRequest, with_asked_recomputation
 from autopar.planner.unsplit import unsplit
 from autopar.world import World
 
@@ -264,6 +265,18 @@ class ShortenedModel:
         self.program = dataclasses.replace(program, plan=None)
         self.world, self._same = world, known
         self._named: dict[str, Plan | None] = {}
+        self._candidates: dict[Layouts, list[Candidate]] = {}
+
+    def candidates(self, layout: Layouts) -> list[Candidate]:
+        """Return the meshes that a layout allows on the ranks of the world, with its rules. Raises
+        LayoutError where it has none.
+        """
+        if isinstance(layout, Mapping):  # which no dict takes as a key
+            return list(candidates(layout, self.world.ranks, self.program))
+        if layout not in self._candidates:
+            found = candidates(layout, self.world.ranks, self.program)
+            self._candidates[layout] = list(found)
+        return self._candidates[layout]
 
     def annotated(self, program: Program) -> ShortenedModel:
         """Return the same program with other annotations."""
@@ -337,7 +350,7 @@ class ShortenedModel:
         of_name: dict[str, list[Candidate]] = {}
         for name in rivals(self.program):
             try:
-                of_name[name] = list(candidates(name, self.world.ranks, self.program))
+                of_name[name] = self.candidates(name)
             except LayoutError:
                 continue
         several = [n for n, given in of_name.items() if len(given) > 1 and self.deep.runs]

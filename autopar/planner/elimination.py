@@ -47,16 +47,20 @@ Memo = dict[
 
 
 def minimise(
-    sizes: Sequence[int], tables: Sequence[Table], memo: Memo | None = None
+    sizes: Sequence[int],
+    tables: Sequence[Table],
+    memo: Memo | None = None,
+    order: Sequence[int] | None = None,
 ) -> tuple[float, list[int]]:
     """Return the least total cost and the values that reach it; ties go to the lowest value of each
     variable.
 
-    `sizes`: the number of values of each variable. Raises PlanError where the graph is too
-    entangled for tables that fit in memory.
+    `sizes`: the number of values of each variable; `order`: in which to eliminate all that tables
+    hold, the best known by default. Raises PlanError where the graph is too entangled for tables
+    that fit in memory.
     """
     memo = {} if memo is None else memo
-    tables = _drop_settled_variables(tables)
+    tables = drop_settled_variables(tables)
     tables_of: list[dict[int, Table]] = [{} for _ in sizes]
     count = itertools.count()
 
@@ -69,7 +73,7 @@ def minimise(
         enter(table)
     eliminated: list[_Eliminated] = []
     constant = math.fsum(float(table.costs) for table in tables if not table.variables)
-    for variable in order_of(sizes, tables):
+    for variable in order_of(sizes, tables) if order is None else order:
         own_tables = list(tables_of[variable].items())
         for number, table in own_tables:
             for other in table.variables:
@@ -77,7 +81,7 @@ def minimise(
         neighbours = tuple(
             sorted({v for _, table in own_tables for v in table.variables} - {variable})
         )
-        costs, best = _eliminate(
+        costs, best = eliminate(
             variable, neighbours, [table for _, table in own_tables], sizes, memo
         )
         eliminated.append(_Eliminated(variable, neighbours, best))
@@ -91,7 +95,7 @@ def minimise(
     return constant, values
 
 
-def _drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
+def drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
     """Return the tables without variables of a single value: these connect nothing, though all
     layers may share one (rotary angles, say), and an array has at most 64 dims.
     """
@@ -112,19 +116,25 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
     small, else of the one whose largest table is smallest. The heuristics look only at sizes.
     Raises PlanError where that table is too large.
     """
-    neighbours: list[set[int]] = [set() for _ in sizes]
-    for table in tables:
-        for variable in table.variables:
-            neighbours[variable].update(set(table.variables) - {variable})
+    neighbours = neighbours_of(sizes, tables)
     orders: list[tuple[float, list[int], list[int]]] = []
     for rate in _RATES:
-        orders.append(_simulate_order(sizes, neighbours, rate))
+        orders.append(simulate_order(sizes, neighbours, rate))
         if orders[-1][0] <= _SMALL:
             break
     largest, order, entangled = min(orders, key=lambda attempt: attempt[0])
     if largest > LARGEST:
         raise too_large([sizes[v] for v in entangled])
     return order
+
+
+def neighbours_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[set[int]]:
+    """Return, for every variable, the others that share a table with it."""
+    neighbours: list[set[int]] = [set() for _ in sizes]
+    for table in tables:
+        for variable in table.variables:
+            neighbours[variable].update(set(table.variables) - {variable})
+    return neighbours
 
 
 def too_large(sizes: Sequence[int]) -> PlanError:
@@ -135,7 +145,7 @@ def too_large(sizes: Sequence[int]) -> PlanError:
     )
 
 
-def _table_size(
+def table_size(
     variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
 ) -> tuple[float, ...]:
     """Rate an elimination by the entries of the table that it adds up."""
@@ -153,7 +163,7 @@ def _degree(
     variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]
 ) -> tuple[float, ...]:
     """Rate an elimination by its number of neighbours, then by its table."""
-    return float(len(neighbours[variable])), *_table_size(variable, sizes, neighbours)
+    return float(len(neighbours[variable])), *table_size(variable, sizes, neighbours)
 
 
 def _fill(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -> tuple[float, ...]:
@@ -164,13 +174,13 @@ def _fill(variable: int, sizes: Sequence[int], neighbours: Sequence[set[int]]) -
         for a, b in itertools.combinations(around, 2)
         if b not in neighbours[a]
     )
-    return new_weight, *_table_size(variable, sizes, neighbours)
+    return new_weight, *table_size(variable, sizes, neighbours)
 
 
-_RATES = (_table_size, _left_over, _degree, _fill)
+_RATES = (table_size, _left_over, _degree, _fill)
 
 
-def _simulate_order(
+def simulate_order(
     sizes: Sequence[int], start: Sequence[set[int]], rate: Callable[..., tuple[float, ...]]
 ) -> tuple[float, list[int], list[int]]:
     """Return (entries of the largest table, the order, the variables of that table) if the variable
@@ -189,7 +199,7 @@ def _simulate_order(
         if rating != rated:
             heapq.heappush(queue, (rating, variable))
             continue
-        size = _table_size(variable, sizes, neighbours)[0]
+        size = table_size(variable, sizes, neighbours)[0]
         if size > largest:
             largest, entangled = size, [variable, *neighbours[variable]]
         order.append(variable)
@@ -202,7 +212,7 @@ def _simulate_order(
     return largest, order, entangled
 
 
-def _eliminate(
+def eliminate(
     variable: int, neighbours: tuple[int, ...], parts: list[Table], sizes: Sequence[int], memo: Memo
 ) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
     """Return the table that is left over the neighbours, and the best value of the variable in each

@@ -11,6 +11,7 @@ Called by mesh_search.py, why.py and deep_models.py.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
@@ -19,6 +20,7 @@ from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
 from autopar.cost.compute import optimizer_seconds
+from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
 from autopar.ir.graph import carries_gradient, module_path, producer
 from autopar.ir.layout import I, Layout, R
@@ -32,6 +34,7 @@ from autopar.ir.strategy import Strategy, axis_choices, placements, rule_look, s
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import Memo, Table, minimise
+from autopar.planner.entangled import minimise_nearly
 from autopar.planner.objective import node_costs
 from autopar.planner.regions import Known, Options, Region, Regions, ReshardCosts, Want
 from autopar.planner.unsplit import unsplit
@@ -51,6 +54,20 @@ def search(
     plan holds count as time too. Raises PlanError where tables outgrow memory.
     """
     return Search(program, mesh, world, constraint, among, price).solve()
+
+
+def search_nearly(
+    program: Program,
+    mesh: Mesh,
+    world: World,
+    constraint: Constraint,
+    among: Near | None = None,
+    price: Price | None = None,
+) -> Plan:
+    """Return what `search` returns, or a plan near it where tables would outgrow memory. No plan
+    among these choices is faster than the plan's `bound`, in seconds.
+    """
+    return Search(program, mesh, world, constraint, among, price).solve_nearly()
 
 
 Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # by node and stored tensor
@@ -89,6 +106,16 @@ class Search:
         self.enter()
         memo: Memo = {}
         return self.plan(*minimise(self.sizes, self.tables, memo))
+
+    def solve_nearly(self) -> Plan:
+        """Build the tables and return the plan of their least sum, or one near it, with a bound."""
+        self.enter()
+        try:
+            seconds, values = minimise(self.sizes, self.tables)
+            bound = seconds
+        except PlanError:
+            seconds, values, bound = minimise_nearly(self.sizes, self.tables)
+        return dataclasses.replace(self.plan(seconds, values), bound=bound)
 
     @property
     def sizes(self) -> list[int]:

@@ -36,7 +36,7 @@ from autopar.planner import small_models
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.mesh_search import GAP, Candidate, bounds_of, meshes_by_bound, promising_meshes
-from autopar.planner.named_layouts import candidates, rivals
+from autopar.planner.named_layouts import rivals
 from autopar.planner.objective import cost_terms
 from autopar.planner.rematerialize import (
     Estimated,
@@ -204,7 +204,7 @@ class LimitedSearch:
         return LimitedSearch(self.model, self.request.under(layout), self.aim)
 
     def _candidates(self) -> list[Candidate]:
-        return list(candidates(self.layout, self.world.ranks, self.program))
+        return self.model.candidates(self.layout)
 
     def lower(self, off: float) -> LimitedSearch:
         """Return the search with an aim lower by `off`, by which an estimate was too low."""

@@ -2,7 +2,9 @@
 
 All candidate meshes are bounded at once (bounds/); then the most promising mesh is searched exactly
 (exact_search.py) among the options that its bound leaves, then the next one, until no mesh promises
-more than the best plan found. `near` translates the options that a bound leaves into the joint
+more than the best plan found. Plans that only compete with others are found quickly: fewer meshes
+and options, no proof, and several shares of what collectives count are bounded together, as if they
+were further meshes. `near` translates the options that a bound leaves into the joint
 choices that the exact search takes.
 
 An annotated program, candidates (mesh, constraint) and a world enter; `Best` leaves: a plan, its
@@ -15,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.cost.activations import Price
@@ -28,8 +30,6 @@ from autopar.ir.program import Program
 from autopar.ir.progress import tell
 from autopar.ir.sharding_rule import results_of, shape_of
 from autopar.ir.strategy import Choice, Slot
-from autopar.planner.bounds import Bound, Joint
-from autopar.planner.bounds.arrays import meshes_of
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
     WHOLE,
@@ -38,9 +38,11 @@ from autopar.planner.bounds.factor_graph import (
     frame,
     shorten_frame,
 )
+from autopar.planner.bounds.meshes import meshes_of
+from autopar.planner.bounds.messages import Bound, Joint
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.constraint import Constraint
-from autopar.planner.exact_search import search
+from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.named_layouts import candidates
 from autopar.planner.request import PlanRequest, with_asked_recomputation
 from autopar.world import World
@@ -92,13 +94,13 @@ Candidate = tuple[Mesh, Constraint]
 
 _TOGETHER = 96  # meshes bounded in one array: numpy works on rows of meshes
 _ROUNDS = 1  # on the shorter frame: a second round changes bounds by 1e-5 and costs as much
-MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
+_MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
 _LEFT = (8, 4, 2, 1)  # options per region searched exactly; fewer where tables outgrow memory
-QUICKLY_LEFT = _LEFT[1:]  # the same where plans only compete with others
+_QUICKLY_LEFT = _LEFT[1:]  # the same where plans only compete with others
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
 _SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
 GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
-_TRIES = 4  # meshes searched exactly
+_TRIES, _QUICK_TRIES = 4, 2  # meshes searched exactly; quickly
 _FEW = 16  # up to this many meshes under a layout's rules are all searched exactly
 
 
@@ -134,43 +136,62 @@ def best(
     candidate. With a `price`, the plan's seconds and all bounds include the price of the bytes that
     it holds.
     """
-    if need_no_bound(given):
-        return best_of_all(program, given, world, price)
+    if _need_no_bound(given):
+        return _best_of_all(program, given, world, price)
     full_frame = frame(program)
     bounds = meshes_by_bound(full_frame, given, world, price) if len(given) > 1 else [0.0]
-    plan_found: Plan | None = None
-    for index in in_order(given, bounds)[:_TRIES]:
-        if plan_found is not None and bounds[index] >= plan_found.seconds * (1 - GAP):
-            break
+
+    def searched(index: int) -> Plan:
         plan, bound = exact(full_frame, *given[index], world, price)
         bounds[index] = max(bounds[index], bound)
-        if plan_found is None or plan.seconds < plan_found.seconds * (1 - 1e-9):
-            plan_found = plan
-    assert plan_found is not None
+        return plan
+
+    plan_found = _best_in_order(given, bounds, _TRIES, searched)
     near_bound = min(bounds) >= plan_found.seconds * (1 - _SETTLED)
     if not near_bound and price is None:  # prices are tried one after the other
         plan_found = again(full_frame, plan_found, given, world)
     return Best(plan_found, min(*bounds, plan_found.seconds), tuple(bounds))
 
 
-def need_no_bound(given: Sequence[Candidate]) -> bool:
+def _best_in_order(
+    given: Sequence[Candidate],
+    bounds: Sequence[float],
+    tries: int,
+    searched: Callable[[int], Plan],
+) -> Plan:
+    """Return the best plan of the `tries` most promising candidates, until none promises more than
+    the best one found. `searched`: searches the candidate at a place.
+    """
+    found: Plan | None = None
+    for index in _in_order(given, bounds)[:tries]:
+        if found is not None and bounds[index] >= found.seconds * (1 - GAP):
+            break
+        plan = searched(index)
+        if found is None or plan.seconds < found.seconds * (1 - 1e-9):
+            found = plan
+    assert found is not None
+    return found
+
+
+def _need_no_bound(given: Sequence[Candidate]) -> bool:
     """Whether the candidates are so few, and their rules leave so little, that each is searched."""
     one_rank = not given[0][0].axes
     return one_rank or (len(given) <= _FEW and not any(rules.free for _, rules in given))
 
 
-def best_of_all(
+def _best_of_all(
     program: Program, given: Sequence[Candidate], world: World, price: Price | None
 ) -> Best:
     """Return the best plan of these candidates, each searched among all that its rules leave."""
     if not given[0][0].axes:  # one rank: nothing to choose
         given = given[:1]
-    plans = [search(program, mesh, world, rules, None, price) for mesh, rules in given]
+    plans = [search_nearly(program, mesh, world, rules, None, price) for mesh, rules in given]
     fastest = min(plans, key=lambda plan: plan.seconds)
-    return Best(fastest, fastest.seconds, tuple(plan.seconds for plan in plans))
+    bounds = tuple(plan.bound for plan in plans)
+    return Best(fastest, min(bounds), bounds)
 
 
-def in_order(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
+def _in_order(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
     """Return the places of the candidates, the lowest bound first."""
     places = range(len(given))
     return sorted(places, key=lambda i: (_round_seconds(bounds[i]), len(given[i][0].axes), i))
@@ -214,7 +235,7 @@ def meshes_by_bound(
 ) -> list[float]:
     """Return a lower bound of the step in seconds for every candidate."""
     bounds, done = [0.0] * len(given), 0
-    for chunk in chunks(given):
+    for chunk in _chunks(given):
         tell("meshes bounded", done, len(given))
         # not in threads: numpy's calls are short, and they would wait for Python
         bound = pass_messages(whole, [given[i] for i in chunk], world, price)
@@ -225,7 +246,7 @@ def meshes_by_bound(
     return bounds
 
 
-def chunks(given: Sequence[Candidate]) -> list[list[int]]:
+def _chunks(given: Sequence[Candidate]) -> list[list[int]]:
     """Return the places of the candidates that are bounded in one array: as many axes, not too
     many meshes.
     """
@@ -273,13 +294,13 @@ def exact(
     and the bound in seconds. Not `thorough`: among fewer options, and the bound is not tightened.
     """
     if not mesh.axes or not constraint.free:  # rules leave little to search
-        plan = search(whole.program, mesh, world, constraint, None, price)
-        return plan, plan.seconds
+        plan = search_nearly(whole.program, mesh, world, constraint, None, price)
+        return plan, plan.bound
     bound = pass_messages(whole, [(mesh, constraint)], world, price)
     bound_seconds = float(bound.run()[0])
-    counts = _LEFT if thorough else QUICKLY_LEFT
-    limits = near_limits(bound, MARGIN * bound_seconds, counts)
-    plan = search_among(whole.program, limits, (mesh, constraint), world, price)
+    counts = _LEFT if thorough else _QUICKLY_LEFT
+    limits = _near_limits(bound, _MARGIN * bound_seconds, counts)
+    plan = _search_among(whole.program, limits, (mesh, constraint), world, price)
     if thorough and plan.seconds * (1 - GAP) > bound_seconds:
         bound_seconds = max(bound_seconds, float(bound.run(2)[0]))
     return plan, min(bound_seconds, plan.seconds)
@@ -304,12 +325,12 @@ def again(
     bound.run(2)
     largest_count = _AGAIN[len(found.mesh.axes)]
     counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
-    limits = near_limits(bound, math.inf, counts)
-    improved = search_among(whole.program, limits, candidate, world, price)
+    limits = _near_limits(bound, math.inf, counts)
+    improved = _search_among(whole.program, limits, candidate, world, price)
     return improved if improved.seconds < found.seconds * (1 - 1e-9) else found
 
 
-def near_limits(
+def _near_limits(
     bound: Bound, margin: float, counts: Sequence[int], place: int = 0
 ) -> Iterator[Mapping[str, Choices]]:
     """Yield the lowest options of every region on the mesh at this place, by each of `counts`."""
@@ -317,25 +338,126 @@ def near_limits(
         yield near(bound, margin, most, place)
 
 
-def search_among(
+def _search_among(
     program: Program,
     limits: Iterator[Mapping[str, Choices]],
     candidate: Candidate,
     world: World,
     price: Price | None = None,
 ) -> Plan:
-    """Return the best plan among the first of these joint choices whose tables fit in memory.
-    Raises the last PlanError.
+    """Return the best plan among the first of these joint choices whose tables fit in memory, or
+    one near the best among the first of all, if none do.
     """
     mesh, constraint = candidate
+    widest: Mapping[str, Choices] | None = None
     for joint_choices in limits:
+        widest = joint_choices if widest is None else widest
         try:
             return search(program, mesh, world, constraint, joint_choices, price)
-        except PlanError as error:
-            refusal = error
-    raise refusal
+        except PlanError:
+            continue
+    return search_nearly(program, mesh, world, constraint, widest, price)
 
 
+# -- quickly: for plans that only compete with others, with no proof -------------------------------
+class _Bounded(NamedTuple):
+    """A candidate's bound in seconds, and its place among the meshes of `bound`."""
+
+    seconds: float
+    bound: Bound
+    place: int
+
+
+@without_collection()
+def quick_best(
+    program: Program, given: Sequence[Candidate], world: World, price: Price | None = None
+) -> Best:
+    """Return the best plan found over these candidates; ties go to fewer axes, then to the first
+    candidate. With a `price`, seconds and bounds include the price of the bytes that a plan holds.
+    """
+    if _need_no_bound(given):
+        return _best_of_all(program, given, world, price)
+    return _quickly_best(
+        program, given, _bounded(frame(program), given, world, price), world, price
+    )
+
+
+def best_at_shares(
+    programs: Sequence[Program], given: Sequence[Candidate], world: World
+) -> Iterator[Plan]:
+    """Yield the best plan found for each of these programs, which differ in the share of what
+    collectives take that counts, and in nothing else.
+    """
+    if len(programs) == 1 or _need_no_bound(given):
+        for program in programs:
+            yield quick_best(program, given, world).plan
+        return
+    shares = [_share(program) for program in programs for _ in given]
+    every = [candidate for _ in programs for candidate in given]
+    bounded = _bounded(frame(programs[0]), every, world, None, shares)
+    for number, program in enumerate(programs):
+        own = bounded[number * len(given) : (number + 1) * len(given)]
+        yield _quickly_best(program, given, own, world, None).plan
+
+
+def _share(program: Program) -> float:
+    assert program.annotations is not None
+    return program.annotations.share
+
+
+@without_collection()
+def _bounded(
+    whole: Frame,
+    given: Sequence[Candidate],
+    world: World,
+    price: Price | None,
+    shares: Sequence[float] = (),
+) -> list[_Bounded]:
+    """Return the bound of every candidate, at its own of `shares`."""
+    found: dict[int, _Bounded] = {}
+    for chunk in _chunks(given):
+        own_shares = [shares[i] for i in chunk] if shares else ()
+        bound = pass_messages(whole, [given[i] for i in chunk], world, price, own_shares)
+        for place, (index, seconds) in enumerate(zip(chunk, bound.run(), strict=True)):
+            found[index] = _Bounded(max(0.0, float(seconds)), bound, place)  # messages round
+    return [found[index] for index in range(len(given))]
+
+
+@without_collection()
+def _quickly_best(
+    program: Program,
+    given: Sequence[Candidate],
+    bounded: Sequence[_Bounded],
+    world: World,
+    price: Price | None,
+) -> Best:
+    """Return the best plan of the most promising candidates."""
+    bounds = [each.seconds for each in bounded]
+
+    def searched(index: int) -> Plan:
+        return _searched(program, given[index], bounded[index], world, price)
+
+    plan = _best_in_order(given, bounds, _QUICK_TRIES, searched)
+    return Best(plan, min(*bounds, plan.seconds), tuple(bounds))
+
+
+def _searched(
+    program: Program,
+    candidate: Candidate,
+    bounded: _Bounded,
+    world: World,
+    price: Price | None,
+) -> Plan:
+    """Return the best plan on one mesh among the options that its bound leaves."""
+    mesh, rules = candidate
+    if not rules.free:  # they leave little to search
+        return search_nearly(program, mesh, world, rules, None, price)
+    margin = _MARGIN * bounded.seconds
+    limits = _near_limits(bounded.bound, margin, _QUICKLY_LEFT, bounded.place)
+    return _search_among(program, limits, candidate, world, price)
+
+
+# -- the contract ----------------------------------------------------------------------------------
 def check_choices(program: Program) -> None:
     """Check the contract: every searched node has a choice whose layouts have the shapes of its
     tensors and lie on the plan's mesh.

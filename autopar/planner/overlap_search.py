@@ -33,7 +33,7 @@ from autopar.ir.progress import tell
 from autopar.passes import emit_program
 from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks, with_share
 from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
-from autopar.planner.named_layouts import candidates, rivals
+from autopar.planner.named_layouts import rivals
 from autopar.planner.request import PlanRequest
 from autopar.world import World
 
@@ -55,8 +55,7 @@ def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) ->
         return [best]
     assert request.layout is not None
     contenders = _Others(best, model, request)
-    layout_candidates = list(candidates(request.layout, world.ranks, best))
-    contenders.take(layout_candidates, bounds_of(_plan(best)))
+    contenders.take(model.candidates(request.layout), bounds_of(_plan(best)))
     names = rivals(best) if request.layout == "auto" else ()
     for done, name in enumerate(names):
         tell("named layouts tried", done, len(names))
@@ -158,8 +157,7 @@ class _Others:
         plan = self.model.named(name)
         if plan is not None:
             self._enter_plan(plan, name)
-            layout_candidates = list(candidates(name, self.world.ranks, self.best))
-            self.take(layout_candidates, bounds_of(plan), name)
+            self.take(self.model.candidates(name), bounds_of(plan), name)
 
     def take(self, given: Sequence[Candidate], bounds: Sequence[float], name: str = "") -> None:
         """Enter the plans on the most promising of these meshes at the shares, the least share

@@ -29,9 +29,9 @@ from autopar.ir.plan_table import format_bytes, format_seconds
 from autopar.ir.program import Program
 from autopar.ir.strategy import Choice, split_of
 from autopar.passes import emit_program, recompute
-from autopar.planner.bounds import Bound
+from autopar.planner.bounds.messages import Bound
 from autopar.planner.constraint import Constraint
-from autopar.planner.exact_search import Near, search
+from autopar.planner.exact_search import Near, search, search_nearly
 from autopar.planner.mesh_search import bound_on, near
 from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import CostTerms, cost_terms
@@ -156,7 +156,7 @@ class _Question:
         seconds = sum(self.spent.values())
 
         def off(rules: Constraint) -> float:
-            plan = search(self.program, self.plan.mesh, self.world, rules)
+            plan = search_nearly(self.program, self.plan.mesh, self.world, rules)
             return abs(plan.seconds - seconds)
 
         return min(constraints, key=off)

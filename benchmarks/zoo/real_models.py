@@ -490,7 +490,7 @@ FACTORIES: dict[str, Factory] = {
     ),
     "T5-3B": encoder(
         "AutoModelForSeq2SeqLM", "t5", labeled(512), d_model=1024, d_ff=16384, num_layers=24,
-        num_heads=32, d_kv=128,
+        num_heads=32, d_kv=128, decoder_start_token_id=0,
     ),
     "Whisper-large": encoder("AutoModelForSpeechSeq2Seq", "whisper", whisper_inputs,
                              **WHISPER_LARGE),

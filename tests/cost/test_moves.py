@@ -9,16 +9,16 @@ import pytest
 
 from autopar import World
 from autopar.cost.communication import path_seconds
-from autopar.ir.layout import I, Layout, P, R, S
+from autopar.ir.layout import Element, I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import reshard_steps
-from autopar.planner.bounds import arrays
-from autopar.planner.bounds.arrays import Meshes
+from autopar.planner.bounds import messages
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.planner.bounds.meshes import Meshes
 from autopar.planner.bounds.reshard_costs import ReshardBounds
 
 WORLD = World.preset("dgx-h100", ranks=32)
-KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), 2, 2)
+KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), Element(2, 2))
 STATES = (WHOLE, REPLICATED, PARTIAL, *range(FIRST_SLOT, FIRST_SLOT + 3))
 BIG = 1e6
 
@@ -32,7 +32,7 @@ def table(found: ReshardBounds, axes: int, pull: bool = False) -> np.ndarray:
     count = len(found.states) ** axes
     rows = []
     for place in range(count):
-        given = np.full((count, len(found.meshes)), BIG, np.float32)
+        given = np.full((count, found.meshes.mesh_count), BIG, np.float32)
         given[place] = 0
         shaped = given.reshape((len(found.states),) * axes + (-1,))
         across = found.pull(shaped) if pull else found.push(shaped)
@@ -88,6 +88,6 @@ def test_options_and_states(states: tuple[int, ...]) -> None:
     expected = np.full((3, 3, 4), BIG, np.float32)
     for (i, a), (j, b) in itertools.product(enumerate(states), repeat=2):
         expected[a, b] = np.minimum(expected[a, b], seconds[i, j])
-    np.testing.assert_array_equal(arrays.least(seconds, states, known), expected)
-    spread = arrays.spread(expected, states, known)
+    np.testing.assert_array_equal(messages.least(seconds, states, known), expected)
+    spread = messages.spread(expected, states, known)
     np.testing.assert_array_equal(spread, expected[np.ix_(states, states)])

@@ -13,7 +13,7 @@ from autopar.cost.network import pattern
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Mesh
-from autopar.planner.bounds.arrays import Meshes
+from autopar.planner.bounds.meshes import Meshes
 from autopar.world import Device, Level, Measured, World
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)

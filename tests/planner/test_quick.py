@@ -12,9 +12,8 @@ from autopar.ir.program import Program
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.constraint import Constraint
 from autopar.planner.deep_models import with_share
-from autopar.planner.mesh_search import near, pass_messages
+from autopar.planner.mesh_search import best_at_shares, near, pass_messages, quick_best
 from autopar.planner.named_layouts import candidates
-from autopar.planner.quick_search import best_at_shares, quick_best
 from autopar.world import World
 from random_nets import analysed
 

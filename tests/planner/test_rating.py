@@ -30,7 +30,6 @@ from autopar.ir.program import Program
 from autopar.ir.reshard import reshard_steps
 from autopar.passes import annotate
 from autopar.planner import mesh_search
-from autopar.planner.bounds.arrays import Meshes
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
     REPLICATED,
@@ -41,6 +40,7 @@ from autopar.planner.bounds.factor_graph import (
     Variable,
     frame,
 )
+from autopar.planner.bounds.meshes import Meshes
 from autopar.planner.bounds.option_costs import HALF, OptionCosts
 from autopar.planner.bounds.reshard_costs import ReshardBounds
 from autopar.planner.constraint import Constraint
@@ -208,7 +208,7 @@ def edges_of(found: Frame) -> list[Edge]:
 
 
 def states_of(kind: Kind, states: tuple[int, ...]) -> list[int]:
-    return sorted({s if kind.gradient or s != WHOLE else REPLICATED for s in states})
+    return sorted({s if kind.element.gradient or s != WHOLE else REPLICATED for s in states})
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -237,12 +237,12 @@ def moved_at_random(
     """Seconds by Moves and by changes.steps, how many steps, whether one scatters jointly."""
     sources, targets = states_of(kind, edge.made), states_of(kind, edge.wanted)
     moves = ReshardBounds(kind, frozenset(sources), frozenset(targets), meshes)
-    axes = range(meshes.count)
+    axes = range(meshes.axis_count)
     pairs = [
         ([draw.choice(sources) for _ in axes], [draw.choice(targets) for _ in axes])
         for _ in range(6)
     ]
-    pairs += [([s] * meshes.count, [t] * meshes.count) for s in sources for t in targets]
+    pairs += [([s] * meshes.axis_count, [t] * meshes.axis_count) for s in sources for t in targets]
     for pair in pairs:
         source, target = (laid_out(kind, meshes.meshes[0], joint, draw) for joint in pair)
         if source is not None and target is not None:

@@ -196,3 +196,33 @@ def test_an_einsum_splits_its_batch_wherever_its_weight_stands(equation: str, fi
     plan = autopar.plan(model, 4, inputs, layout="ddp", smaller=False)
     assert plan.choices["einsum"].splits == ("b",) and not plan.unsplit
     autopar.verify(model, 4, inputs, layout="megatron")
+
+
+class ConvNext(nn.Module):
+    """A stem, and blocks whose depthwise and strided convolutions lie in the residual stream."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        widths = width, 2 * width
+        self.stem, self.down = nn.Conv2d(3, width, 4, 4), nn.Conv2d(*widths, 2, 2)
+        self.mixes = nn.ModuleList(nn.Conv2d(n, n, 7, padding=3, groups=n) for n in widths)
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(n), nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n))
+            for n in widths
+        )
+
+    def block(self, x: Tensor, stage: int) -> Tensor:
+        y = self.mixes[stage](x).permute(0, 2, 3, 1)
+        return x + self.mlps[stage](y).permute(0, 3, 1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.down(self.block(self.stem(x), 0)), 1).square().mean()
+
+
+def test_convolutions_of_the_residual_stream_may_split_their_channels_under_megatron() -> None:
+    with torch.device("meta"):
+        model, inputs = ConvNext(192), (torch.empty(32, 3, 224, 224),)
+    world = autopar.World.preset("dgx-h100", ranks=4)
+    plan = autopar.plan(model, world, inputs, layout="megatron", smaller=False)
+    assert plan.choices["conv2d_2"].splits in (("o",), ("c",))
+    autopar.verify(ConvNext(8), 4, (torch.randn(4, 3, 32, 32),), layout="megatron")

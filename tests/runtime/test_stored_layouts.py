@@ -20,8 +20,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.ir.strategy import placements
 from autopar.passes import annotate, trace
-from autopar.planner.bounds.arrays import HALF, Meshes
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, frame
+from autopar.planner.bounds.meshes import HALF, Meshes
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import Search

@@ -52,15 +52,7 @@ class Kind(NamedTuple):
 
     shape: tuple[int, ...]
     slots: tuple[tuple[int, int, int], ...]  # (dim, unit, size of the atom) of every slot
-    element_bytes: int
-    gradient: float  # bytes per element of its gradient where ranks add it up; 0: it has none
-    share: float = 1.0
-    again: bool = False
-
-    @property
-    def element(self) -> Element:
-        """The value's element as the cost model of reshards takes it."""
-        return Element(self.element_bytes, self.gradient, self.share, self.again)
+    element: Element  # as the cost model of reshards takes it
 
 
 @dataclass(eq=False)
@@ -86,16 +78,12 @@ class Variable:
     handed: list[tuple[Kind, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     slots: tuple[tuple[int, int], ...] = ()  # of a parameter: (dim, place of the atom) of each
     place: int = -1  # among the variables of its block
+    is_hub: bool = field(init=False)  # the layout from which the consumers of a value take it
+    is_leaf: bool = field(init=False)  # a parameter with one use, once all edges are there
 
-    @property
-    def is_hub(self) -> bool:
-        """Whether this is the layout from which the consumers of a value take it."""
-        return self.region is None and self.parameter is None
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether this is a parameter with one use."""
-        return self.parameter is not None and len(self.edges) == 1
+    def __post_init__(self) -> None:
+        self.is_hub = self.region is None and self.parameter is None
+        self.is_leaf = False
 
 
 @dataclass(eq=False)
@@ -108,11 +96,10 @@ class Edge:
     made: tuple[int, ...]
     user: Variable
     wanted: tuple[int, ...]
+    look: Hashable = field(init=False)  # equal for edges whose costs are the same
 
-    @property
-    def look(self) -> Hashable:
-        """A key that is equal for edges whose costs are the same."""
-        return self.kind, self.made, self.wanted
+    def __post_init__(self) -> None:
+        self.look = self.kind, self.made, self.wanted
 
 
 @dataclass(frozen=True)
@@ -125,10 +112,9 @@ class Frame:
     owner: dict[str, str]
     kinds: dict[Value, Kind]
 
-    @staticmethod
-    def producer(node: fx.Node) -> Value:
-        """Return the value that a node stands for."""
-        return producer(node)
+    def __post_init__(self) -> None:
+        for variable in self.variables:
+            variable.is_leaf = variable.parameter is not None and len(variable.edges) == 1
 
 
 def frame(program: Program) -> Frame:
@@ -185,7 +171,7 @@ class _Builder:
         kind = self.kind(value)
         may_split = parameter and not self.notes.replicated_parameters
         slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if may_split else ()
-        states = (WHOLE if kind.gradient else REPLICATED, *slots)
+        states = (WHOLE if kind.element.gradient else REPLICATED, *slots)
         variable = Variable(
             node.name,
             states,
@@ -319,7 +305,7 @@ class _Builder:
                     slots.append((dim, unit, atom.size))
                 unit *= atom.size
         return Kind(
-            shape_of(tensor), tuple(slots), *self.notes.element(value, tensor.dtype.itemsize)
+            shape_of(tensor), tuple(slots), self.notes.element(value, tensor.dtype.itemsize)
         )
 
 

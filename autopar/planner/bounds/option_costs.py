@@ -4,40 +4,88 @@ allowed, on many meshes.
 Example: for a matmul on a 2-axis mesh, an array [mesh, option of axis 0, option of axis 1] of
 seconds, BIG where both axes cannot split so. The constraint of each mesh narrows what an axis may
 do, as planner/constraint.py says. A frame, meshes and constraints enter, `Rated` options leave.
-Used by __init__.py and mesh_search.py.
+`NodeCosts` has what a node takes by the joint options of its axes: computation, the collectives
+inside it, and the price of the bytes it saves. Used by messages.py and mesh_search.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Collection, Hashable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import fx
 
 from autopar.cost.activations import Price
-from autopar.cost.compute import optimizer_seconds_of
+from autopar.cost.compute import optimizer_seconds_of, rule_seconds
 from autopar.ir.dim_roles import goes_with_weight, has_weight, loop_dim_of
-from autopar.ir.graph import module_path
+from autopar.ir.graph import carries_gradient, module_path, producer
+from autopar.ir.layout import Digit
 from autopar.ir.program import Annotations
-from autopar.ir.sharding_rule import OpShardingRule
-from autopar.ir.strategy import Choice, Slot
-from autopar.planner.bounds.arrays import (
-    BIG,
-    HALF,
-    Bools,
-    Floats,
-    Meshes,
-    NodeCosts,
-    Rated,
-    along,
-    local,
-    over_axes,
-    parts,
+from autopar.ir.sharding_rule import (
+    Dims,
+    OpShardingRule,
+    operands_of,
+    results_of,
+    shape_of,
+    value_of,
 )
+from autopar.ir.strategy import Choice, Slot
+from autopar.ops.sharded import HAVE_INNER_COLLECTIVES, inner_collectives
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame, Kind, Variable
+from autopar.planner.bounds.meshes import BIG, HALF, Bools, Floats, Meshes
 from autopar.planner.constraint import Constraint
+
+
+class Rated(NamedTuple):
+    """The options of a variable that some mesh allows, and the seconds of every joint option:
+    [mesh, option of axis 0, option of axis 1, …], BIG where it is not allowed. `number`: an
+    identity.
+    """
+
+    number: int
+    options: tuple[int, ...]
+    seconds: Floats
+
+
+def along(column: NDArray[Any], axis: int, count: int) -> NDArray[Any]:
+    """Return the column [mesh, option] of one of `count` axes as [mesh, 1, …, option, …, 1]."""
+    shape = [column.shape[0]] + [1] * count
+    shape[1 + axis] = column.shape[1]
+    return column.reshape(shape)
+
+
+def over_axes(per_axis: NDArray[Any]) -> Any:
+    """Return the sum of what every axis costs by itself: from [mesh, axis, option] to joint
+    options.
+    """
+    count = per_axis.shape[1]
+    return sum(along(per_axis[:, a], a, count) for a in range(count))
+
+
+def parts(meshes: Meshes, split: Sequence[bool]) -> NDArray[np.int64]:
+    """Return the number of parts into which the axes cut what these options split: [mesh, option,
+    …].
+    """
+    counts: Any = np.ones((meshes.mesh_count,) + (1,) * meshes.axis_count, dtype=np.int64)
+    for a in range(meshes.axis_count):
+        sizes = np.where(np.array(split)[None, :], meshes.sizes[:, a, None], 1)
+        counts = counts * along(sizes, a, meshes.axis_count)
+    return counts
+
+
+def local(
+    meshes: Meshes, shape: tuple[int, ...], states: Sequence[int | None]
+) -> NDArray[np.float64]:
+    """Return the number of elements that a rank holds of a tensor of this shape: [mesh,
+    option, …].
+    """
+    return math.prod(shape) / parts(meshes, [s is not None and s >= FIRST_SLOT for s in states])
 
 
 class OptionCosts:
@@ -124,7 +172,7 @@ class OptionCosts:
         """
         for eased in (False, True):  # a mesh without any option may leave axes idle
             options, seconds = self._under_rules(variable, eased)
-            stuck = seconds.reshape(len(self.meshes), -1).min(axis=1) >= HALF
+            stuck = seconds.reshape(self.meshes.mesh_count, -1).min(axis=1) >= HALF
             if not stuck.any():
                 break
             if not eased:
@@ -134,12 +182,12 @@ class OptionCosts:
         if eased:  # only meshes without any option are eased
             indices = [options.index(o) for o in narrow]
             narrow_only = np.full_like(seconds, BIG)
-            narrow_only[np.ix_(range(len(self.meshes)), *[indices] * self.meshes.count)] = (
-                narrow_seconds
-            )
-            none_allowed = narrow_seconds.reshape(len(self.meshes), -1).min(axis=1) >= HALF
+            narrow_only[
+                np.ix_(range(self.meshes.mesh_count), *[indices] * self.meshes.axis_count)
+            ] = narrow_seconds
+            none_allowed = narrow_seconds.reshape(self.meshes.mesh_count, -1).min(axis=1) >= HALF
             seconds = np.where(
-                none_allowed.reshape((-1,) + (1,) * self.meshes.count), seconds, narrow_only
+                none_allowed.reshape((-1,) + (1,) * self.meshes.axis_count), seconds, narrow_only
             )
         return options, seconds
 
@@ -169,10 +217,10 @@ class OptionCosts:
                 single = [variable.options[i][position] for i in remaining]
                 legal = self._legal(node, single)
                 legal = np.broadcast_to(
-                    legal, (len(self.meshes),) + (len(single),) * self.meshes.count
+                    legal, (self.meshes.mesh_count,) + (len(single),) * self.meshes.axis_count
                 )
                 possible = [
-                    any(np.take(legal, n, axis=1 + a).any() for a in range(self.meshes.count))
+                    any(np.take(legal, n, axis=1 + a).any() for a in range(self.meshes.axis_count))
                     for n in range(len(single))
                 ]
                 remaining = tuple(i for i, able in zip(remaining, possible, strict=True) if able)
@@ -181,7 +229,7 @@ class OptionCosts:
     def _singly(self, variable: Variable, eased: bool) -> Bools:
         """Return which options every axis may take by itself: [mesh, axis, option]."""
         assert variable.region is not None
-        shape = (len(self.meshes), self.meshes.count, len(variable.options))
+        shape = (self.meshes.mesh_count, self.meshes.axis_count, len(variable.options))
         allowed = np.ones(shape, dtype=bool)
         for m, (mesh, constraint) in enumerate(
             zip(self.meshes.meshes, self.constraints, strict=True)
@@ -233,13 +281,13 @@ class OptionCosts:
         unique = list(dict.fromkeys(classes))
         legal = self._legal_classes(node, unique)
         index = np.array([unique.index(c) for c in classes])
-        for a in range(self.meshes.count):
+        for a in range(self.meshes.axis_count):
             legal = np.take(legal, index, axis=1 + a)
         return legal
 
     def _legal_classes(self, node: fx.Node, unique: list[Slot | None]) -> Bools:
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
-        shape = (len(self.meshes),) + (len(unique),) * self.meshes.count
+        shape = (self.meshes.mesh_count,) + (len(unique),) * self.meshes.axis_count
         legal = np.ones(shape, dtype=bool)
         for slot in unique:
             if slot is not None:
@@ -253,7 +301,7 @@ class OptionCosts:
 
     def _free(self, node: fx.Node) -> Bools:
         free = np.array([c.roles(self.path(node.name)) is None for c in self.constraints])
-        return free.reshape((-1,) + (1,) * self.meshes.count)
+        return free.reshape((-1,) + (1,) * self.meshes.axis_count)
 
     def _wasteful(self, spec: OpShardingRule, factors: Any, unique: list[Slot | None]) -> Any:
         """Return whether an axis is idle on which a factor of the matmul could still be split."""
@@ -264,10 +312,10 @@ class OptionCosts:
                 if atom.opaque:
                     continue
                 taken = parts(self.meshes, [slot == (factor, position) for slot in unique])
-                for a in range(self.meshes.count):
-                    size = along(self.meshes.sizes[:, a, None], a, self.meshes.count)
+                for a in range(self.meshes.axis_count):
+                    size = along(self.meshes.sizes[:, a, None], a, self.meshes.axis_count)
                     fits = atom.size % (taken * size) == 0
-                    wasteful = wasteful | (fits & along(idle, a, self.meshes.count))
+                    wasteful = wasteful | (fits & along(idle, a, self.meshes.axis_count))
         return wasteful
 
     def _kept_apart(
@@ -279,10 +327,10 @@ class OptionCosts:
         path = self.path(node.name)
         apart = np.array(
             [
-                [bool(roles and roles[a].apart) for a in range(self.meshes.count)]
+                [bool(roles and roles[a].apart) for a in range(self.meshes.axis_count)]
                 for roles in (c.roles(path) for c in self.constraints)
             ]
-        ).reshape(len(self.meshes), self.meshes.count)
+        ).reshape(self.meshes.mesh_count, self.meshes.axis_count)
         if not apart.any():
             return legal
         letters = [None if slot is None else loop_dim_of(spec, slot.factor) for slot in unique]
@@ -291,13 +339,15 @@ class OptionCosts:
             takes_letter = np.array([[x == letter for x in letters]])
             count: Any = 0
             shy: Any = np.False_
-            for a in range(self.meshes.count):
-                mine = along(takes_letter, a, self.meshes.count)
+            for a in range(self.meshes.axis_count):
+                mine = along(takes_letter, a, self.meshes.axis_count)
                 count = count + mine
-                shy = shy | (mine & along(apart[:, a, None], a, self.meshes.count))
+                shy = shy | (mine & along(apart[:, a, None], a, self.meshes.axis_count))
             apart_options = apart_options & ~((count > 1) & shy)
-        some_left = apart_options.reshape(len(self.meshes), -1).any(axis=1)
-        return np.where(some_left.reshape((-1,) + (1,) * self.meshes.count), apart_options, legal)
+        some_left = apart_options.reshape(self.meshes.mesh_count, -1).any(axis=1)
+        return np.where(
+            some_left.reshape((-1,) + (1,) * self.meshes.axis_count), apart_options, legal
+        )
 
     # -- stored tensors and layouts in which a value is kept ---------------------------------------
     def _stored(self, variable: Variable) -> tuple[tuple[int, ...], Floats]:
@@ -305,17 +355,17 @@ class OptionCosts:
         price of its bytes.
         """
         kind, states = variable.kind, variable.options
-        count, meshes = self.meshes.count, len(self.meshes)
+        count, meshes = self.meshes.axis_count, self.meshes.mesh_count
         legal = np.ones((meshes,) + (len(states),) * count, dtype=bool)
         for number, (_, _, size) in enumerate(kind.slots):
             legal &= size % parts(self.meshes, [s == number + FIRST_SLOT for s in states]) == 0
         total: Any = 0.0
         numbers = local(self.meshes, kind.shape, states)
         if variable.trained:
-            each = optimizer_seconds_of(1, kind.element_bytes, self.meshes.world)
+            each = optimizer_seconds_of(1, kind.element.bytes, self.meshes.world)
             total = each * numbers
         if self.price is not None and variable.parameter is not None:
-            each = self.price.memory.bytes_per_element(kind.element_bytes, variable.trained)
+            each = self.price.memory.bytes_per_element(kind.element.bytes, variable.trained)
             total = total + self.price.seconds_per_byte * each * numbers
         if variable.parameter is not None:
             legal = self._as_ruled(variable, legal & self._plain(kind, states))
@@ -327,7 +377,9 @@ class OptionCosts:
         (`Layout.is_plain`).
         """
         orders = [mesh.storage_order for mesh in self.meshes.meshes]
-        plain = np.zeros((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
+        plain = np.zeros(
+            (self.meshes.mesh_count,) + (len(states),) * self.meshes.axis_count, dtype=bool
+        )
         for order in set(orders):
             rows = np.array([own == order for own in orders])
             plain[rows] = self._plain_in_order(order, kind, states)[rows]
@@ -340,18 +392,20 @@ class OptionCosts:
         digit lies in an atom follows axes that hold everything outside the atom.
         """
         dims = [None if s < FIRST_SLOT else kind.slots[s - FIRST_SLOT][0] for s in states]
-        plain: Any = np.ones((len(self.meshes),) + (len(states),) * self.meshes.count, dtype=bool)
+        plain: Any = np.ones(
+            (self.meshes.mesh_count,) + (len(states),) * self.meshes.axis_count, dtype=bool
+        )
         for number, (dim, unit, size) in enumerate(kind.slots):
             here = np.array([[s == number + FIRST_SLOT for s in states]])
             outside = kind.shape[dim] // (unit * size)
             before: Any = 1  # product of the sizes of earlier axes on this dim
             for a in order:
                 sizes = self.meshes.sizes[:, a, None]
-                through = before * along(sizes, a, self.meshes.count)
+                through = before * along(sizes, a, self.meshes.axis_count)
                 fits = (before % outside == 0) & (outside * size % through == 0)
-                plain &= fits | ~along(here, a, self.meshes.count)
+                plain &= fits | ~along(here, a, self.meshes.axis_count)
                 taken = np.where(np.array(dims)[None, :] == dim, sizes, 1)
-                before = before * along(taken, a, self.meshes.count)
+                before = before * along(taken, a, self.meshes.axis_count)
         return np.asarray(plain)
 
     def _as_ruled(self, variable: Variable, legal: Bools) -> Bools:
@@ -365,6 +419,134 @@ class OptionCosts:
                 fits = role.stores(
                     len(kind.shape), [None if d is None else letters[d] for d in dims]
                 )
-                narrowed = allowed[m] & along(np.array([fits]), a, self.meshes.count)[0]
+                narrowed = allowed[m] & along(np.array([fits]), a, self.meshes.axis_count)[0]
                 allowed[m] = narrowed if narrowed.any() else allowed[m]
         return allowed
+
+
+class NodeCosts:
+    """The seconds of a frame's nodes on all meshes."""
+
+    def __init__(self, frame: Frame, meshes: Meshes, price: Price | None) -> None:
+        assert frame.program.annotations is not None
+        self.frame, self.meshes, self.price = frame, meshes, price
+        self.notes: Annotations = frame.program.annotations
+
+    def seconds(self, node: fx.Node, found: list[AxisOption]) -> Any:
+        """Return the node's seconds by joint option, [mesh, option of axis 0, …], each axis having
+        the options of `found`.
+        """
+        spec = self.notes.specs[node.name]
+        gradient = carries_gradient(self.notes, node)
+        results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        dtype = results[0].dtype
+        elements: Any = 0.0
+        for index, operand in enumerate(operands_of(node)):
+            if operand is not None and spec.operands[index] is not None:
+                states = [f.operands[index] for f in found]
+                elements = elements + local(self.meshes, shape_of(value_of(operand)), states)
+        for index, value in enumerate(results):
+            states = [f.results[index] for f in found]
+            elements = elements + local(self.meshes, shape_of(value), states)
+        flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])
+        inside: Any = 0.0
+        if spec.inside:
+            flops = flops * np.where(self._parts_of(spec.uneven, found) > 1, spec.skew, 1.0)
+            inside = sum(self._elements(dims, spec, found) for dims in spec.inside)
+        total = rule_seconds(
+            spec,
+            flops,
+            elements * dtype.itemsize,
+            dtype,
+            gradient,
+            self.meshes.world.device,
+            inside * dtype.itemsize,
+        )
+        if node.target in HAVE_INNER_COLLECTIVES:
+            total = total + self._inside(node, found, gradient)
+        if self.price is not None:
+            total = total + self.price.seconds_per_byte * self._kept(node, found, self.price)
+        return total
+
+    def _parts_of(self, factors: Collection[str], found: list[AxisOption]) -> Any:
+        """Return among how many ranks the axes split these factors, by joint option."""
+        return parts(
+            self.meshes, [isinstance(f.choice, Slot) and f.choice.factor in factors for f in found]
+        )
+
+    def _elements(self, dims: Dims, spec: OpShardingRule, found: list[AxisOption]) -> Any:
+        """Return the elements on one rank of a tensor that a node makes on the way."""
+        names = {name for dim in dims for name in dim}
+        return math.prod(spec.sizes[name] for name in names) / self._parts_of(names, found)
+
+    def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
+        """Return the bytes that a rank saves of the node for the backward."""
+        share, operands = price.memory.of(node), operands_of(node)
+        spec = self.notes.specs[node.name]
+        results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        total: Any = share.inside / self._parts_of(spec.sizes.keys() - spec.uneven, found)
+        for index, bytes_per_element in share.operands:
+            operand = operands[index]
+            if operand is not None and spec.operands[index] is not None:
+                states = [f.operands[index] for f in found]
+                total = total + bytes_per_element * local(
+                    self.meshes, shape_of(value_of(operand)), states
+                )
+        for index, bytes_per_element in share.results:
+            states = [f.results[index] for f in found]
+            total = total + bytes_per_element * local(self.meshes, shape_of(results[index]), states)
+        return total
+
+    def _inside(self, node: fx.Node, found: list[AxisOption], gradient: bool) -> Any:
+        """Return the seconds of the collectives inside a sharded implementation, by the dim that
+        each axis splits.
+        """
+        source = operands_of(node)[0]
+        assert source is not None
+        slots = self.notes.dims[producer(source)]
+        numbers = [dim for dim, atoms in enumerate(slots) for a in atoms if not a.opaque]
+        states = [f.operands[0] for f in found]
+        held = [
+            numbers[s - FIRST_SLOT] if s is not None and s >= FIRST_SLOT else -1 for s in states
+        ]
+        dims, count = sorted(set(held)), self.meshes.axis_count
+        table = np.zeros((self.meshes.mesh_count,) + (len(dims),) * count)
+        for places in itertools.product(range(len(dims)), repeat=count):
+            stub = _stub_layout(
+                shape_of(value_of(source)), [dims[i] for i in places], self.meshes.sizes
+            )
+            for collective in inner_collectives(node, [stub]):
+                if gradient or not collective.backward:
+                    sent_bytes = np.asarray(
+                        collective.traffic.elements * collective.element_bytes, dtype=np.float64
+                    )
+                    axes = tuple(int(a) for a in collective.axes)
+                    cell: Any = (slice(None), *places)
+                    table[cell] += self.meshes.seconds(
+                        collective.traffic.collective,
+                        axes,
+                        np.broadcast_to(sent_bytes, self.meshes.mesh_count),
+                        True,
+                    )
+        dim_index = np.array([dims.index(h) for h in held])
+        for a in range(count):
+            table = np.take(table, dim_index, axis=1 + a)
+        return table
+
+
+def _stub_layout(shape: tuple[int, ...], held: list[int], sizes: NDArray[np.int64]) -> Any:
+    """Return a stand-in for a layout in which axis a holds a digit of dim held[a] (-1: none), with
+    arrays over meshes as its numbers. `inner_collectives` reads nothing else of a layout.
+    """
+    local: list[Any] = [np.full(len(sizes), float(n)) for n in shape]
+    for axis, dim in enumerate(held):
+        if dim >= 0:
+            local[dim] = local[dim] / sizes[:, axis]
+    axes = [str(axis) for axis, dim in enumerate(held) if dim >= 0]
+    return SimpleNamespace(
+        shape=shape,
+        local_shape=local,
+        local_size=math.prod(local),
+        digits=lambda dim: tuple(Digit(str(a), 0, 0) for a, d in enumerate(held) if d == dim),
+        axes_of=lambda letter: tuple(axes),
+    )

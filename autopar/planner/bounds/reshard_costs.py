@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.ir.layout import ORDER, TRAFFIC
-from autopar.planner.bounds.arrays import BIG, Meshes
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.planner.bounds.meshes import BIG, Meshes
 
 Floats = NDArray[np.float32]
 Places = tuple[int, ...]
@@ -133,9 +133,9 @@ class ReshardBounds:
         small and there is one mesh: one look-up takes a tenth of the time of all changes in turn.
         Else None.
         """
-        shape = (len(self.states),) * self.meshes.count
+        shape = (len(self.states),) * self.meshes.axis_count
         states = math.prod(shape)
-        if len(self.meshes) > 1 or states > _FEW:
+        if self.meshes.mesh_count > 1 or states > _FEW:
             return None
         start = np.full((states, states), BIG, np.float32)
         np.fill_diagonal(start, 0.0)
@@ -145,8 +145,9 @@ class ReshardBounds:
     # -- which changes, in which order -------------------------------------------------------------
     def _in_order(self) -> Iterator[list[_Change]]:
         """Yield groups of changes in the order in which they are relaxed."""
-        everywhere = range(self.meshes.count)
-        for axis in _EVERY_ORDER.get(self.meshes.count, tuple(everywhere) * self.meshes.count):
+        everywhere = range(self.meshes.axis_count)
+        count = self.meshes.axis_count
+        for axis in _EVERY_ORDER.get(count, tuple(everywhere) * count):
             yield [change for kind in _SLICES for change in self._of(kind, axis)]
         for kind in _NEUTRAL:
             yield from self._one_by_one(kind)
@@ -156,7 +157,7 @@ class ReshardBounds:
             yield from self._one_by_one(kind)
 
     def _one_by_one(self, kind: str) -> Iterator[list[_Change]]:
-        for axis in range(self.meshes.count):
+        for axis in range(self.meshes.axis_count):
             yield list(self._of(kind, axis))
 
     def _of(self, kind: str, axis: int) -> Iterator[_Change]:
@@ -175,7 +176,7 @@ class ReshardBounds:
             yield self._change("S->R->S", axis, sources, targets)
 
     def _change(self, kind: str, axis: int, sources: Places, targets: Places) -> _Change:
-        others = tuple(range(axis + 1, self.meshes.count))
+        others = tuple(range(axis + 1, self.meshes.axis_count))
         return _Change(axis, sources, targets, self._joint(kind, (axis,), others))
 
     def _groups(self, kind: str) -> Iterator[tuple[Places, Places]]:
@@ -219,7 +220,7 @@ class ReshardBounds:
             )
             seconds = np.ascontiguousarray(np.moveaxis(total, 0, -1), dtype=np.float32)
             splits = [int(state >= FIRST_SLOT) for state in self.states]
-            for dim in range(self.meshes.count - len(axes)):
+            for dim in range(self.meshes.axis_count - len(axes)):
                 seconds = seconds.take(splits, axis=dim)
             self._known[kind, axes] = seconds
         return self._known[kind, axes]
@@ -261,13 +262,13 @@ class ReshardBounds:
         """Return the elements that a rank holds where these axes cut nothing, with the dims of
         `_of_step`.
         """
-        others = [a for a in range(self.meshes.count) if a not in axes]
+        others = [a for a in range(self.meshes.axis_count) if a not in axes]
         elements = np.full(
-            (len(self.meshes),) + (1,) * len(others), float(math.prod(self.kind.shape))
+            (self.meshes.mesh_count,) + (1,) * len(others), float(math.prod(self.kind.shape))
         )
         for place, axis in enumerate(others):
-            parts = np.stack([np.ones(len(self.meshes)), self.meshes.sizes[:, axis]], axis=1)
-            shape = [len(self.meshes)] + [1] * len(others)
+            parts = np.stack([np.ones(self.meshes.mesh_count), self.meshes.sizes[:, axis]], axis=1)
+            shape = [self.meshes.mesh_count] + [1] * len(others)
             shape[1 + place] = 2
             elements = elements / parts.reshape(shape)
         return elements

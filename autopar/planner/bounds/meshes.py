@@ -1,0 +1,114 @@
+"""Meshes with equally many axes, and the seconds of collectives on all of them at once.
+
+Example: the seconds of an all-reduce over axis 0 of 40 meshes, as an array [mesh, …] of its bytes.
+numpy takes as long for ten meshes as for one. Used by option_costs.py, reshard_costs.py and
+mesh_search.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.cost.algorithms import algorithms, flat_algorithms
+from autopar.cost.network import pattern
+from autopar.ir.mesh import Mesh
+from autopar.world import World
+
+Array = NDArray[np.float64]
+Floats = NDArray[np.float32]
+Bools = NDArray[np.bool_]
+BIG = np.float32(1e6)  # seconds: the cost of what is not allowed
+HALF = np.float32(5e5)  # seconds: a cost above this is not allowed either
+
+
+class Meshes:
+    """Meshes with the same number of axes, and the cost of collectives on all of them. `shares`: by
+    mesh, of the seconds of collectives that can overlap, where these count in part; () for those
+    that the program says.
+    """
+
+    def __init__(self, meshes: Sequence[Mesh], world: World, shares: Sequence[float] = ()) -> None:
+        self.meshes, self.world, self.shares = tuple(meshes), world, tuple(shares)
+        self.mesh_count, self.axis_count = len(self.meshes), len(self.meshes[0].axes)
+        assert all(len(mesh.axes) == self.axis_count for mesh in meshes)
+        self._lines: dict[tuple[str, tuple[int, ...], bool], tuple[Array, Array, Array]] = {}
+        self.steps: dict[Hashable, Array] = {}  # of reshards, which reshard_costs.py works out
+        self.moves: dict[Hashable, Any] = {}  # its ReshardBounds, by what they depend on
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """The sizes of all axes: [mesh, axis]."""
+        sizes = [[axis.size for axis in mesh.axes] for mesh in self.meshes]
+        return np.array(sizes, dtype=np.int64).reshape(self.mesh_count, self.axis_count)
+
+    def seconds(
+        self, kind: str, axes: tuple[int, ...], whole_bytes: Array, flat: bool = False
+    ) -> Array:
+        """Return the seconds of a collective over the axes at these places, with its fastest
+        algorithm: [mesh, …]. `flat`: only algorithms of one level. `whole_bytes`: bytes of the
+        unsharded value, [mesh, …].
+        """
+        shape = (-1,) + (1,) * (whole_bytes.ndim - 1)
+        best: Array | None = None
+        for start, rate, bends in zip(*self._all_ways(kind, axes, flat), strict=True):
+            duration = start.reshape(shape) + rate.reshape(shape) * whole_bytes
+            for at, more in bends:
+                excess = np.maximum(whole_bytes - at.reshape(shape), 0.0)
+                duration += more.reshape(shape) * excess
+            best = duration if best is None else np.minimum(best, duration, out=best)
+        assert best is not None
+        return best
+
+    def _all_ways(self, kind: str, axes: tuple[int, ...], flat: bool) -> tuple[Array, Array, Array]:
+        """Return (seconds to start, seconds per byte) of every algorithm, each [algorithm, mesh],
+        and its bends: [algorithm, bend, bytes and extra seconds per byte, mesh].
+        """
+        key = (kind, axes, flat)
+        if key not in self._lines:
+            find = flat_algorithms if flat else algorithms
+            per_mesh = []
+            for mesh in self.meshes:
+                digits = pattern(mesh, tuple(mesh.axes[a].name for a in axes))
+                per_mesh.append(find(self.world, kind, digits))
+            longest = max(len(row) for row in per_mesh)
+            padded = [[*row, *[row[-1]] * (longest - len(row))] for row in per_mesh]
+            bends_max = max(len(algorithm.bends) for row in per_mesh for algorithm in row)
+            bends = [
+                [
+                    [*algorithm.bends, *[(0.0, 0.0)] * (bends_max - len(algorithm.bends))]
+                    for algorithm in row
+                ]
+                for row in padded
+            ]
+            lines = np.array(
+                [[(algorithm.start_s, algorithm.s_per_byte) for algorithm in row] for row in padded]
+            )
+            shaped = np.array(bends, dtype=np.float64).reshape(
+                self.mesh_count, longest, bends_max, 2
+            )
+            self._lines[key] = lines[:, :, 0].T, lines[:, :, 1].T, np.moveaxis(shaped, 0, -1)
+        return self._lines[key]
+
+
+_MESHES: dict[tuple[tuple[Mesh, ...], tuple[float, ...], int], Meshes] = {}
+_KEPT, _FEW = 32, 16  # of these, each of so many meshes at most: the arrays of more are large
+
+
+def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...] = ()) -> Meshes:
+    """Return these meshes with all that is known of them: searches of one plan ask for the same few
+    again and again.
+    """
+    if len(meshes) > _FEW:
+        return Meshes(meshes, world, shares)
+    known = _MESHES.pop((meshes, shares, id(world)), None)
+    if known is None or known.world is not world:
+        known = Meshes(meshes, world, shares)
+    _MESHES[meshes, shares, id(world)] = known  # the last that was asked for goes last
+    while len(_MESHES) > _KEPT:
+        del _MESHES[next(iter(_MESHES))]
+    return known

@@ -1,0 +1,440 @@
+"""Lower bounds: of the step time on every mesh at once, and of every option of every variable.
+
+A program becomes a factor graph (factor_graph.py) with the costs of options (option_costs.py) and
+of reshards between them (reshard_costs.py), as arrays over meshes (meshes.py). Here messages bound
+the minimum.
+
+Tree-reweighted message passing, in sequence (Kolmogorov, TPAMI 28, 2006): every variable sends its
+neighbours the least costs of what lies behind it, forwards through the graph and back. Any messages
+give a bound; a few rounds make it tight on transformer graphs. A message is an array over the joint
+states of a value and, last, the mesh.
+
+Updates are remembered by the identity of their inputs. A message that hardly differs from a known
+one of the same kind is replaced by it, and the bound is lowered by the difference; so the layers of
+a model cost what a few of them do. A Frame and its OptionCosts enter, bounds in seconds and the
+options near them leave. Called by mesh_search.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.planner.bounds.factor_graph import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
+from autopar.planner.bounds.meshes import BIG, HALF, Floats
+from autopar.planner.bounds.option_costs import OptionCosts, Rated
+from autopar.planner.bounds.reshard_costs import ReshardBounds
+
+_ALIKE = 1e-3  # of the bound: the most that all replaced messages together may take from it
+_REMEMBERED = 40  # messages of a kind with which a new one is compared
+
+Bounds = NDArray[np.float64]  # seconds, of every mesh
+Joint = frozenset[tuple[int, ...]]  # joint options of a variable
+Twins = Mapping[int, Variable]
+
+
+class Message(NamedTuple):
+    """The seconds over the joint states of a value; `number`: an identity."""
+
+    number: int
+    seconds: Floats
+    sample: Floats  # a few entries, to tell messages apart quickly
+
+
+@dataclass(frozen=True, eq=False)
+class _End:
+    """An edge as one of its variables sees it: the state of each own option (`mine`) and of each
+    option of the other variable (`theirs`), in `states`; `moves`: the reshards between them;
+    `look`: an identity of all these.
+    """
+
+    edge: Edge
+    makes: bool
+    mine: tuple[int, ...]
+    theirs: tuple[int, ...]
+    states: tuple[int, ...]
+    moves: ReshardBounds
+    look: int
+
+    def across(self, given: Floats) -> Floats:
+        """Return costs over the states at this end as costs over the states at the other: a new
+        array.
+        """
+        given = self.moves.push(given) if self.makes else self.moves.pull(given)
+        return only(given, self.theirs, self.states)
+
+
+class _Look(NamedTuple):
+    """The states and reshards that edges which look alike share: see _End."""
+
+    made: tuple[int, ...]
+    wanted: tuple[int, ...]
+    moves: ReshardBounds
+    number: int
+
+
+class Bound:
+    """Messages on a frame for some meshes. `run` improves them; `near` reads the remaining
+    options.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        costs: OptionCosts,
+        start: Bound | None = None,
+        twins: Twins | None = None,
+    ) -> None:
+        """Set up a bound. `start`: a bound on a shorter frame, whose messages are taken over;
+        `twins`: by id of a variable of this frame, the variable of the shorter frame like it.
+        """
+        self.frame, self.costs, self.meshes = frame, costs, costs.meshes
+        self.live = [v for v in frame.variables if not v.is_leaf]
+        self._place = {id(v): i for i, v in enumerate(frame.variables)}
+        self._inward: dict[int, Rated] = {} if start is None else start._inward
+        self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
+        self._looks: dict[Hashable, _Look] = {} if start is None else start._looks
+        self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
+        self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
+        self._kinds: dict[Hashable, list[Message]] = defaultdict(list)
+        self._count = 0
+        self._known: dict[Hashable, tuple[Bounds, list[Message]]] = {}
+        self._folded: dict[Hashable, Rated] = {} if start is None else start._folded
+        for variable in self.live:
+            self._rated[id(variable)] = self._with_leaves(variable)
+        self._grain = self._grain_of(self._least_alone())
+        if start is not None and twins is not None:
+            self._take_over(start, twins)
+
+    # -- set up ------------------------------------------------------------------------------------
+    def _mesh_last(self, rated: Rated) -> Rated:
+        if rated.number not in self._inward:
+            seconds = np.ascontiguousarray(np.moveaxis(rated.seconds, 0, -1))
+            self._inward[rated.number] = rated._replace(seconds=seconds)
+        return self._inward[rated.number]
+
+    def _ends_of(self, variable: Variable) -> list[_End]:
+        return [self._end(edge, edge.maker is variable) for edge in variable.edges]
+
+    def _end(self, edge: Edge, makes: bool) -> _End:
+        numbers = (self._rated[id(edge.maker)].number, self._rated[id(edge.user)].number)
+        key = (edge.look, *numbers)
+        if key not in self._looks:
+            made = self._states(edge.kind, edge.made, edge.maker)
+            wanted = self._states(edge.kind, edge.wanted, edge.user)
+            moves = self._moves_of(edge.kind, made, wanted)
+            self._looks[key] = _Look(made, wanted, moves, len(self._looks) + 1)
+        made, wanted, moves, look = self._looks[key]
+        mine, theirs = (made, wanted) if makes else (wanted, made)
+        return _End(edge, makes, mine, theirs, moves.states, moves, look)
+
+    def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
+        """Return the states of the remaining options; I and R are one where no gradient flows."""
+        remaining = (states[i] for i in self._rated[id(variable)].options)
+        return tuple(
+            remaining
+            if kind.element.gradient
+            else (REPLICATED if s == WHOLE else s for s in remaining)
+        )
+
+    def _moves_of(
+        self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
+    ) -> ReshardBounds:
+        key, known = (kind, frozenset(made), frozenset(wanted)), self.meshes.moves
+        if key not in known:
+            known[key] = ReshardBounds(kind, frozenset(made), frozenset(wanted), self.meshes)
+        moves: ReshardBounds = known[key]
+        return moves
+
+    def _with_leaves(self, variable: Variable) -> Rated:
+        """Return a variable's rated options plus the least costs of parameters with one use that it
+        takes, and of the outputs it makes.
+        """
+        own = self._rated[id(variable)]
+        leaves = [e for e in self._ends[id(variable)] if not e.makes and e.edge.maker.is_leaf]
+        key = (
+            own.number,
+            tuple((e.look, self._rated[id(e.edge.maker)].number) for e in leaves),
+            tuple(variable.handed),
+        )
+        if key not in self._folded:
+            seconds = own.seconds
+            for end in leaves:
+                seconds = seconds + self._of_leaf(end)
+            for kind, made, wanted in variable.handed:
+                seconds = seconds + self._of_output(variable, kind, made, wanted)
+            number = len(self._folded) + 1
+            self._folded[key] = Rated(number, own.options, np.minimum(seconds, BIG))
+        return self._folded[key]
+
+    def _of_leaf(self, end: _End) -> Floats:
+        """Return the cost of the best way to store a parameter, by the option of its user."""
+        stored = least(self._rated[id(end.edge.maker)].seconds, end.theirs, end.states)
+        return spread(end.moves.push(stored), end.mine, end.states)
+
+    def _of_output(
+        self, variable: Variable, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
+    ) -> Floats:
+        """Return the cost of the best layout of an output, by the option of the variable that it is
+        taken from.
+        """
+        own_states = self._states(kind, made, variable)
+        output_states = tuple(
+            s if kind.element.gradient or s != WHOLE else REPLICATED for s in wanted
+        )
+        moves = self._moves_of(kind, own_states, output_states)
+        free = np.zeros(
+            (len(moves.states),) * self.meshes.axis_count + (self.meshes.mesh_count,), np.float32
+        )
+        return spread(moves.pull(only(free, output_states, moves.states)), own_states, moves.states)
+
+    def _take_over(self, other: Bound, twins: Twins) -> None:
+        """Start from the messages of a bound on the shorter frame."""
+        arrived = {
+            (id(v), end.look, end.makes, _beyond(end)): message
+            for v in other.live
+            for end in other._ends[id(v)]
+            if (message := other._messages.get((id(end.edge), end.makes))) is not None
+        }
+        for variable in self.live:
+            for end in self._ends[id(variable)]:
+                key = (id(twins[id(variable)]), end.look, end.makes, _beyond(end, twins))
+                if key in arrived:
+                    self._messages[id(end.edge), end.makes] = arrived[key]
+        self._kinds, self._count = other._kinds, other._count
+        self._known, self._grain = other._known, other._grain
+
+    def _least_alone(self) -> Bounds:
+        """Return the sum of each variable's own least cost: the bound without any message."""
+        return sum(
+            (self._lowest(self._rated[id(v)].seconds).astype(np.float64) for v in self.live),
+            np.zeros(self.meshes.mesh_count),
+        )
+
+    def _grain_of(self, bounds: Bounds) -> float:
+        """Return the seconds within which two messages count as the same."""
+        edges = sum(len(ends) for ends in self._ends.values()) / 2
+        return _ALIKE * float(bounds.min()) / max(1.0, edges)
+
+    # -- messages ----------------------------------------------------------------------------------
+    def run(self, rounds: int = 1) -> Bounds:
+        """Run more rounds and return the bound after them, in seconds per mesh."""
+        bounds = np.zeros(self.meshes.mesh_count)
+        for _ in range(rounds):
+            self._known.clear()  # the last round's updates: few come again
+            for variable in self.live:
+                self._update(variable, forwards=True)
+            bounds = np.zeros(self.meshes.mesh_count)
+            for variable in reversed(self.live):
+                bounds += self._update(variable, forwards=False)
+            self._grain = self._grain_of(bounds)
+        return bounds
+
+    def _update(self, variable: Variable, forwards: bool) -> Bounds:
+        """Send messages to all later (or earlier) neighbours; return what stays, which counts for
+        the bound.
+        """
+        own = self._rated[id(variable)]
+        ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
+        later = [self._place[id(self._other(e))] > self._place[id(variable)] for e in ends]
+        sending = [e for e, late in zip(ends, later, strict=True) if late == forwards]
+        share = 1.0 / max(1, sum(later), len(later) - sum(later))
+        key = (
+            own.number,
+            share,
+            tuple((e.look, e.makes, e in sending, self._arrived(e)[0]) for e in ends),
+        )
+        if key not in self._known:
+            self._known[key] = self._computed(own.seconds, ends, sending, share)
+        bounds, sent = self._known[key]
+        for end, message in zip(sending, sent, strict=True):
+            self._messages[id(end.edge), not end.makes] = message
+        return bounds
+
+    def _other(self, end: _End) -> Variable:
+        return end.edge.user if end.makes else end.edge.maker
+
+    def _arrived(self, end: _End) -> tuple[int, Floats | None]:
+        message = self._messages.get((id(end.edge), end.makes))
+        return (0, None) if message is None else (message.number, message.seconds)
+
+    def _total(self, seconds: Floats, ends: list[_End]) -> Floats:
+        """Return the variable's own costs plus the messages that arrived: a new array."""
+        total = seconds.copy()
+        for end in ends:
+            _, arrived = self._arrived(end)
+            if arrived is not None:
+                total += spread(arrived, end.mine, end.states)
+        return np.minimum(total, BIG, out=total)
+
+    def _computed(
+        self, seconds: Floats, ends: list[_End], sending: list[_End], share: float
+    ) -> tuple[Bounds, list[Message]]:
+        """Return what stays of a variable's costs, and its messages to the neighbours in
+        `sending`.
+        """
+        total = self._total(seconds, ends)
+        lowest, impossible = self._lowest(total), total >= HALF
+        total -= lowest
+        total *= np.float32(share)
+        np.copyto(total, BIG, where=impossible)
+        bounds, sent = lowest.astype(np.float64), []
+        for end in sending:
+            outgoing = least(total, end.mine, end.states)
+            _, arrived = self._arrived(end)
+            if arrived is not None:
+                outgoing = np.where(outgoing < HALF, outgoing - arrived, BIG)
+            message_seconds = end.across(outgoing)
+            lowest = self._lowest(message_seconds)
+            bounds += lowest
+            message_seconds -= lowest
+            np.minimum(message_seconds, BIG, out=message_seconds)
+            message, excess = self._unique(message_seconds, (end.look, end.makes))
+            bounds -= excess
+            sent.append(message)
+        return bounds, sent
+
+    def _lowest(self, seconds: Floats) -> Floats:
+        return seconds.reshape(-1, self.meshes.mesh_count).min(axis=0)
+
+    def _unique(self, seconds: Floats, kind: Hashable) -> tuple[Message, Bounds | float]:
+        """Return a message of these costs or nearly these, and how much this lowers the bound."""
+        messages = self._kinds[kind]
+        sample = seconds.reshape(-1)[:: 1 | seconds.size // 200]  # odd, to fall on most meshes
+        for message in reversed(messages):
+            if float(np.abs(message.sample - sample).max()) <= self._grain:
+                excess = message.seconds - seconds
+                if float(np.abs(excess).max()) <= self._grain:
+                    return message, np.maximum(self._lowest(-excess) * -1.0, 0.0)
+        self._count += 1
+        messages.append(Message(self._count, seconds, sample.copy()))
+        del messages[:-_REMEMBERED]
+        return messages[-1], 0.0
+
+    # -- what is left ------------------------------------------------------------------------------
+    def near(self, margin: float, most: int, place: int = 0) -> dict[str, Joint]:
+        """Return for every region and stored tensor, on the mesh at this place, the joint options
+        with a bound of at most `margin` seconds above the least, but only the `most` lowest.
+        """
+        near_options: dict[str, Joint] = {}
+        options_by_look: dict[Hashable, Joint] = {}
+        for variable in self.live:
+            own = self._rated[id(variable)]
+            ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
+            key = (own.number, own.options, tuple((e.look, self._arrived(e)[0]) for e in ends))
+            total: Floats | None = None
+            if key not in options_by_look:
+                total = self._total(own.seconds, ends)
+                options_by_look[key] = _lowest_options(own, total[..., place], margin, most)
+            if not variable.is_hub:
+                near_options[variable.name] = options_by_look[key]
+            for number, end in enumerate(self._ends[id(variable)]):
+                if self._other(end).is_leaf:
+                    if (key, number) not in options_by_look:
+                        total = self._total(own.seconds, ends) if total is None else total
+                        stored = self._of_stored(end, total)[..., place]
+                        leaf = self._rated[id(end.edge.maker)]
+                        options_by_look[key, number] = _lowest_options(leaf, stored, margin, most)
+                    near_options[self._other(end).name] = options_by_look[key, number]
+        return near_options
+
+    def _of_stored(self, end: _End, total: Floats) -> Floats:
+        """Return the bounds of a parameter with one use, given those of its user."""
+        own = self._rated[id(end.edge.maker)]
+        user_costs = np.where(total < HALF, total - self._of_leaf(end), BIG)
+        user = end.moves.pull(least(user_costs, end.mine, end.states))
+        return np.minimum(own.seconds + spread(user, end.theirs, end.states), BIG)
+
+
+def _beyond(end: _End, twins: Twins | None = None) -> Hashable:
+    """Return the variable at the other end, named so that the name is the same in a shorter
+    frame.
+    """
+    edge = end.edge
+    mine, theirs = (edge.maker, edge.user) if end.makes else (edge.user, edge.maker)
+    if mine.block is None or theirs.block is None or mine.block[0] != theirs.block[0]:
+        return id(twins[id(theirs)] if twins else theirs)
+    offset = theirs.block[1] - mine.block[1]
+    return (offset > 0) - (offset < 0), theirs.place
+
+
+def _lowest_options(own: Rated, total: Floats, margin: float, most: int) -> Joint:
+    """Return the joint options of the lowest totals: at most `most`, within `margin` seconds of the
+    least.
+    """
+    flat = total.reshape(-1)
+    low = np.argsort(flat, kind="stable")[:most]
+    low = low[flat[low] <= min(float(flat[low[0]]) + margin, float(HALF))]
+    places = np.unravel_index(low, total.shape)
+    tuples = zip(*(place.tolist() for place in places), strict=True) if places else [()]
+    return frozenset(tuple(own.options[i] for i in each) for each in tuples)
+
+
+# -- from joint options to joint states, and back --------------------------------------------------
+def spread(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
+    """Return the costs over joint states as costs over joint options, given the state of each
+    option.
+    """
+    if states == known:
+        return seconds
+    axes = seconds.ndim - 1
+    rows = seconds.reshape(len(known) ** axes, -1)
+    option_seconds = rows.take(_joint_rows(states, known, axes), axis=0)
+    return option_seconds.reshape((len(states),) * axes + (-1,))
+
+
+@cache
+def _joint_rows(states: tuple[int, ...], known: tuple[int, ...], axes: int) -> NDArray[np.intp]:
+    """Return for every joint option the index of its joint state."""
+    axis_rows = np.array([known.index(state) for state in states], dtype=np.intp)
+    rows = np.zeros((), dtype=np.intp)
+    for _ in range(axes):
+        rows = rows[..., None] * len(known) + axis_rows
+    return rows.reshape(-1)
+
+
+def least(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
+    """Return the costs over joint states: the least of the options that have a state, BIG for a
+    state without options. A new array, unless nothing changes.
+    """
+    if states == known:
+        return seconds
+    first_option, further, unreached = _options_by_state(states, known)
+    for dim in range(seconds.ndim - 1):
+        before: Any = (slice(None),) * dim
+        state_seconds = seconds.take(first_option, axis=dim)
+        for place, option in further:
+            into = state_seconds[(*before, place)]
+            np.minimum(into, seconds[(*before, option)], out=into)
+        if unreached:
+            state_seconds[(*before, unreached)] = BIG
+        seconds = state_seconds
+    return seconds
+
+
+@cache
+def _options_by_state(
+    states: tuple[int, ...], known: tuple[int, ...]
+) -> tuple[NDArray[np.intp], tuple[tuple[int, int], ...], list[int]]:
+    """Return for every state the first option that has it (any option where none has), then (state,
+    option) of the further options, and the states without an option.
+    """
+    first = [states.index(state) if state in states else 0 for state in known]
+    more = [(known.index(s), i) for i, s in enumerate(states) if first[known.index(s)] != i]
+    missing = [place for place, state in enumerate(known) if state not in states]
+    return np.array(first, dtype=np.intp), tuple(more), missing
+
+
+def only(seconds: Floats, states: tuple[int, ...], known: tuple[int, ...]) -> Floats:
+    """Set the states that no option has to BIG, in place, and return the array."""
+    missing = [place for place, state in enumerate(known) if state not in states]
+    for dim in range(seconds.ndim - 1) if missing else ():
+        index: Any = (*(slice(None),) * dim, missing)
+        seconds[index] = BIG
+    return seconds
