@@ -19,7 +19,15 @@ try:
     from autopar.ir.plan import Plan
     from autopar.ir.show import listing
     from autopar.ops.rules.user_rules import rule
-    from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridEP, GridHSDP
+    from autopar.planner.request import (
+        Grid2D,
+        Grid3D,
+        Grid4D,
+        Grid25D,
+        GridContext,
+        GridEP,
+        GridHSDP,
+    )
     from autopar.runtime.dynamo_backend import backend
     from autopar.runtime.module import ParallelModule
     from autopar.runtime.parallel_tensor import own_shards
@@ -44,6 +52,7 @@ __all__ = [
     "Grid3D",
     "Grid4D",
     "Grid25D",
+    "GridContext",
     "GridEP",
     "GridHSDP",
     "InputError",

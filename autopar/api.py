@@ -86,9 +86,10 @@ def plan(
     - `world`: a World, a number of ranks on nodes like this one, a DeviceMesh, or None: what runs.
     - `inputs`: what the model takes at the global batch size, a tuple or a dict by argument name.
     - `layout`: "auto"; "ddp", "fsdp" (ZeRO, arXiv 1910.02054, section 7), "megatron" (arXiv
-      1909.08053, section 3), "megatron-sp" (arXiv 2205.05198, section 4.2.2); "atp", "3d", "4d",
-      "2.5d", "ep" for the best grid of a kind; a Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP or
-      GridEP; a dict from module pattern to these.
+      1909.08053, section 3), "megatron-sp" (arXiv 2205.05198, section 4.2.2), "cp" (arXiv
+      2407.21783, section 3.3.2); "atp", "3d", "4d", "2.5d", "ep" for the best grid of a kind; a
+      Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP or GridContext; a dict from module pattern
+      to these.
     - `memory`: bytes on each device, of which 8 % on GPUs and at most 1 MiB on CPUs are reserved;
       "auto" is all that a GPU has, and no limit on CPUs.
     - `optimizer`: whose states count, a name of cost.memory.STATES or bytes for each trained

@@ -16,8 +16,8 @@ ORDER = (
 )  # fmt: skip
 
 # A pass knows no other one; its helpers stand in a folder of their own.
-PASSES = ("annotate", "finalize", "hierarchy", "kernel_choice", "draws", "pad", "recompute",
-          "rewrite", "summa", "trace")  # fmt: skip
+PASSES = ("annotate", "finalize", "hierarchy", "kernel_choice", "draws", "masks", "pad",
+          "recompute", "rewrite", "summa", "trace")  # fmt: skip
 
 # What talks to other ranks, and who may.
 TALKS = ("world.ranks", "world.store", "ops.process_groups")

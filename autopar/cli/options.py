@@ -24,6 +24,7 @@ from autopar.planner.request import (
     Grid3D,
     Grid4D,
     Grid25D,
+    GridContext,
     GridEP,
     GridHSDP,
     Layouts,
@@ -56,8 +57,8 @@ BatchOption = Annotated[
     typer.Option(metavar="SAMPLESxSEQUENCE", help="The global batch of one step, as 64x4096."),
 ]
 LAYOUT_HELP = (
-    "auto, ddp, fsdp, megatron, megatron-sp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, 3d:2,2,2, "
-    "4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, hsdp:shard=4,tensor=2, ep:data=2,expert=4."
+    "auto, ddp, fsdp, megatron, megatron-sp, cp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, 3d:2,2,2, "
+    "4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, hsdp:shard=4,tensor=2, ep:data=2,expert=4, cp:2."
 )
 LayoutOption = Annotated[
     str,
@@ -173,7 +174,15 @@ PlanArgument = Annotated[
     Path, typer.Argument(metavar="PLAN", help="A file that plan --save wrote.")
 ]
 
-GRIDS = {"atp": Grid2D, "3d": Grid3D, "4d": Grid4D, "2.5d": Grid25D, "hsdp": GridHSDP, "ep": GridEP}
+GRIDS = {
+    "atp": Grid2D,
+    "3d": Grid3D,
+    "4d": Grid4D,
+    "2.5d": Grid25D,
+    "hsdp": GridHSDP,
+    "ep": GridEP,
+    "cp": GridContext,
+}
 _UNIT_BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNIT_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

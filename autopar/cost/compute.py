@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -21,8 +22,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.ir.band import Place
 from autopar.ir.layout import Layout
-from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, Dims, OpShardingRule
+from autopar.ir.sharding_rule import Attends, Dims, OpShardingRule
 from autopar.ir.strategy import Strategy
 from autopar.world import Device, World
 
@@ -163,7 +165,7 @@ def rule_seconds(
     written and read.
 
     With `gradient` the backward counts too, at twice the forward. That of attention has 2.5 times
-    the FLOPs (`sharding_rule.ATTENTION_BACKWARD`), takes and makes eight tensors where the forward
+    the FLOPs or more (`Attends.backward_times`), takes and makes eight tensors where the forward
     has four, and is one op.
     """
     if rule.attends is None:
@@ -174,7 +176,7 @@ def rule_seconds(
     forward = attention_seconds(flops, moved_bytes, rule.attends, False, dtype, device)
     if not gradient:
         return forward
-    flops, moved_bytes = flops * ATTENTION_BACKWARD, moved_bytes * _BACKWARD
+    flops, moved_bytes = flops * rule.attends.backward_times, moved_bytes * _BACKWARD
     return forward + attention_seconds(flops, moved_bytes, rule.attends, True, dtype, device)
 
 
@@ -190,6 +192,7 @@ def node_seconds(
         for layout in (*strategy.operands, *strategy.results)
         if layout is not None
     )
+    rule = _with_split_queries(rule, strategy)
     flops, moved_bytes = float(rule.flops / strategy.parts), float(elements * dtype.itemsize)
     if not rule.inside:
         return rule_seconds(rule, flops, moved_bytes, dtype, gradient, world.device)
@@ -221,6 +224,24 @@ def _local_elements(
 def _count(names: tuple[str, ...], counts: Mapping[tuple[str, ...], int]) -> int:
     """Return among how many ranks a dim is split; its factors may be part of a dim of operands."""
     return next((n for dim, n in counts.items() if set(names) <= set(dim)), 1)
+
+
+def _with_split_queries(rule: OpShardingRule, strategy: Strategy) -> OpShardingRule:
+    """Return the rule of an attention with the FLOPs that it has where its queries lie so: a rank
+    with a contiguous part of them computes as many blocks as the last one needs, with a strided
+    part no more than its share.
+    """
+    layout = strategy.operands[0]
+    if rule.attends is None or rule.band is None or layout is None:
+        return rule
+    digits = layout.digits(len(layout.shape) - 2)
+    if not digits:
+        return rule
+    places = tuple(Place(digit.stride, digit.size) for digit in digits)
+    share = rule.band.share(layout.local_shape[-2], rule.attends.keys, places)
+    attends = rule.attends._replace(share=share)
+    flops = rule.flops * attends.flops(1) / rule.attends.flops(1)
+    return replace(rule, flops=flops, attends=attends)
 
 
 def optimizer_seconds(layout: Layout, element_bytes: int, world: World) -> float:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit", "replicated_outputs", "microbatches", "sums_once",
-    "interleaved",
+    "interleaved", "strided_from",
 )  # fmt: skip
 _NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit")
 _UNCONVERTED = (
@@ -111,6 +111,8 @@ class Plan:
     groups: tuple[str, ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so
     overlapped: float | None = None
+    # tokens: sequences as long, which causal attention reads, may be split by stride
+    strided_from: int | None = None
     # factors of dims that are padded with zeros, so that axes divide them
     padding: tuple[Padding, ...] = ()
     # digests of the splits and of the layouts, as autopar planned them: edits change them

@@ -180,6 +180,7 @@ class PlanFile:
     sums_once: bool = True
     interleaved: bool = False
     padding: tuple[Padding, ...] = ()
+    strided_from: Annotated[int, Field(ge=2, le=2**62)] | None = None
 
 
 @cache

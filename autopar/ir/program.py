@@ -145,7 +145,9 @@ class Annotations:
     search for a plan that saves little). `sums`: the part of their gradients' bytes that a search
     counts, as micro-batches sum them once; `parts`: how many of these a step has.
     `replicated_parameters`: every rank stores all parameters unsharded. `replicated_outputs`:
-    every rank returns unsharded outputs.
+    every rank returns unsharded outputs. `strided_from`: sequences of so many tokens or more that
+    attention by positions reads have an inner atom, so that an axis may take every n-th run of
+    tokens; None where there are none.
     """
 
     specs: dict[str, OpShardingRule]
@@ -164,6 +166,7 @@ class Annotations:
     again: frozenset[Value] = frozenset()
     replicated_parameters: bool = False
     replicated_outputs: bool = False
+    strided_from: int | None = None
     # Whether a node carries a gradient, as ir/graph.py found: every search asks for all nodes.
     carrying: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
 

@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from autopar._compat import OpOverload
+from autopar.ir.band import Band
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of every dim of one tensor, outer first
 
@@ -46,13 +47,15 @@ ATTENTION_BACKWARD = 2.5
 
 
 class Attends(NamedTuple):
-    """The properties of an attention that its time depends on besides its FLOPs. No layout changes
-    them, as keys are never split. `head_size`: the mean of the queries' and the values'.
+    """The properties of an attention that its time depends on besides its FLOPs. Keys are never
+    split. `head_size`: the mean of the queries' and the values'. `share`: of attention computed in
+    blocks (ops/sharded/masked_attention.py), the share of all pairs of queries and keys in them.
     """
 
     keys: int
     head_size: float
     causal: bool
+    share: float | None = None
 
     def flops(self, queries: float) -> float:
         """Return the FLOPs of one forward with so many queries, over all samples and heads.
@@ -62,7 +65,16 @@ class Attends(NamedTuple):
         >>> Attends(8, 4.0, True).flops(8)
         512.0
         """
-        return 4.0 * queries * self.keys * self.head_size / (2 if self.causal else 1)
+        pairs = queries * self.keys
+        share = (0.5 if self.causal else 1.0) if self.share is None else self.share
+        return 4.0 * pairs * self.head_size * share
+
+    @property
+    def backward_times(self) -> float:
+        """The FLOPs of the backward over those of the forward; that of attention computed in blocks
+        runs the forward again.
+        """
+        return ATTENTION_BACKWARD + (self.share is not None)
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ class OpShardingRule:
     product: tuple[frozenset[str], frozenset[str], frozenset[str]] | None = None
     flops: float = 0.0  # of one forward
     attends: Attends | None = None  # for attention
+    band: Band | None = None  # for attention whose queries see other keys by their positions
     nonlinear: bool = False
     # Factors whose parts are not equal work, as experts with unequal numbers of tokens: where one
     # is split, the busiest rank does `skew` times the mean.

@@ -131,6 +131,7 @@ def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
         spec.product,
         spec.flops,
         spec.attends,
+        spec.band,
         spec.nonlinear,
         spec.uneven,
         spec.skew,

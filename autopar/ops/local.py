@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.ir.band import Band
 from autopar.ir.layout import Digit, Layout
 from autopar.ir.sharding_rule import arguments_of, bound, operands_of, shape_of, value_of
 from autopar.ops import sharded
@@ -24,6 +25,7 @@ from autopar.ops.experts import expert_layer, experts_op
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.reductions import bag_length, reduced_dims
 from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS, slice_extent
+from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 
 aten = torch.ops.aten
 
@@ -576,28 +578,83 @@ def _draw(call: Call) -> fx.Node:
 @_emits(aten.scaled_dot_product_attention.default)
 def _attention(call: Call) -> fx.Node:
     """Emit torch's fused op, or `sharded.attention` where it has dropout; that may use a fused
-    kernel too where only batch and heads are split.
+    kernel too where only batch and heads are split. Where the queries of a causal one are split,
+    the mask follows from the rank's coordinates.
     """
     values, layout = call.values(), call.results[0]
-    if not values["dropout_p"]:
-        return call.again(values)
     _, key, *_ = operands_of(call.node)
     assert key is not None
+    keys = shape_of(value_of(key))[-2]
+    split = _axes_of_dim(layout, -2)
+    if not values["dropout_p"]:
+        if not (split and values["is_causal"]):
+            return call.again(values)
+        return _in_blocks(call, values, [], [], "", Band(after=0))
     coordinates, digits = _all_digits(call, layout, len(layout.shape) - 1)
     axes = tuple(sorted({axis for dim in digits for axis, *_ in dim}))
     own_seed_and_draw = (None, 0) if digits[-1] else call.own_seed(axes)
+    mask, causal = values["attn_mask"], values["is_causal"]
+    if causal and split:
+        device = value_of(call.node).device
+        mask = _mask_of(call, layout, [], [], "", Band(after=0), keys, device)
     return call.emit(
         sharded.attention,
         values["query"],
         values["key"],
         values["value"],
-        values["attn_mask"],
+        mask,
         values["dropout_p"],
-        values["is_causal"],
+        causal and not split,
         values["scale"],
         call.seed(),
         coordinates,
         [*digits, []],
-        [*layout.shape[:-1], shape_of(value_of(key))[-2]],
+        [*layout.shape[:-1], keys],
         *own_seed_and_draw,
     )
+
+
+@_emits(MASKED_ATTENTION)
+def _masked_attention(call: Call) -> fx.Node:
+    values = call.values()
+    band = Band(values["before"], values["after"])
+    return _in_blocks(call, values, values["queries"], values["keys"], values["compare"], band)
+
+
+def _in_blocks(
+    call: Call, values: dict[str, Any], queries: Any, keys: Any, compare: str, band: Band
+) -> fx.Node:
+    """Emit attention under a described mask, for the queries that the rank has."""
+    operands = (values["query"], values["key"], values["value"], list(queries), list(keys))
+    options = (compare, *band, values["scale"], *_query_digits(call, call.results[0]))
+    return call.emit(MASKED_ATTENTION, *operands, *options)
+
+
+@_emits(BLOCK_MASK)
+def _block_mask(call: Call) -> fx.Node:
+    values, layout = call.values(), call.results[0]
+    vectors = (values["queries"], values["keys"], values["compare"])
+    band = Band(values["before"], values["after"])
+    return _mask_of(call, layout, *vectors, band, layout.shape[-1], values["device"])
+
+
+def _mask_of(
+    call: Call,
+    layout: Layout,
+    queries: Any,
+    keys: Any,
+    compare: str,
+    band: Band,
+    columns: int,
+    device: torch.device,
+) -> fx.Node:
+    """Emit the rank's own block of a described mask, for the queries of this layout."""
+    size = (layout.local_shape[-2], columns, device)
+    vectors = (list(queries), list(keys), compare)
+    return call.emit(BLOCK_MASK, *vectors, *band, *size, *_query_digits(call, layout))
+
+
+def _query_digits(call: Call, layout: Layout) -> tuple[list[fx.Node], list[int]]:
+    """Return the coordinates and the digits (stride, size, …) of the dim of queries."""
+    coordinates, digits = call.digits(layout, -2)
+    return coordinates, [number for digit in digits for number in (digit.stride, digit.size)]

@@ -1,7 +1,7 @@
 """Graph rewrites, in the order in which they run, in two lists. Each has a name, a function and a
 contract, which the pass manager checks after every run. No pass imports another.
 
-    trace/ → draws → annotate → chains → (the planner chooses a plan, of a program that went
+    trace/ → draws → masks → annotate → chains → (the planner chooses a plan, of a program that went
     through pad where no axis divides a dim) → PIPELINE → recompute
     → (AOTAutograd derives a forward and a backward) → OVERLAP on each of the two
 

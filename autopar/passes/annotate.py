@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
+from autopar.ir.band import Band
 from autopar.ir.graph import chain_name, producer, where
 from autopar.ir.program import Annotations, Atom, Chain, Program, Value
 from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, results_of, shape_of
@@ -38,9 +39,16 @@ _RANDOM = {
 }  # random ops that draw the same numbers in every layout
 
 
-def annotate(program: Program) -> Program:
+_MOST_TURNS = 1024  # the largest inner atom of a sequence
+
+
+def annotate(program: Program, strided_from: int | None = None) -> Program:
     """Return the program with `Annotations`: the rules, the atoms, and which values depend on
     parameters and carry gradients.
+
+    Sequences of `strided_from` tokens or more that attention by positions reads are cut into two
+    atoms, none of them without it: a mesh axis may then take every n-th run of tokens, which gives
+    all ranks as many pairs of a query and a key that it sees.
 
     Raises PlanError where the model draws random numbers in a way that no layout repeats.
     """
@@ -50,6 +58,7 @@ def annotate(program: Program) -> Program:
     refinement = _Refinement()
     for node in graph.nodes:
         _enter(node, rules.get(node.name), refinement)
+    cuts = strided_from is not None and _cut_sequences(program, rules, refinement, strided_from)
     searched, gradient = _searched_and_gradient(program)
     weights = _values_of_parameters(program, gradient)
     for node in graph.find_nodes(op="call_function", target=aten.einsum.default):
@@ -70,6 +79,7 @@ def annotate(program: Program) -> Program:
         probed,
         unknown,
         weights,
+        strided_from=strided_from if cuts else None,
     )
     return dataclasses.replace(program, annotations=annotations)
 
@@ -268,15 +278,15 @@ class _Refinement:
                 self.opaque[x] = self.opaque[x] or self.opaque[y]
                 self.parent[y] = x
             elif self.size[x] % self.size[y] == 0:
-                self._cut(x, self.size[y])
+                self.cut(x, self.size[y])
             elif self.size[y] % self.size[x] == 0:
-                self._cut(y, self.size[x])
+                self.cut(y, self.size[x])
             else:
                 for leaf in (*a[a.index(x) :], *b[b.index(y) :]):
                     self.opaque[leaf] = True
                 return
 
-    def _cut(self, leaf: int, outer: int) -> None:
+    def cut(self, leaf: int, outer: int) -> None:
         """Cut a leaf into an outer one of this size and an inner one."""
         opaque = self.opaque[leaf]
         self.parts[leaf] = (self.leaf(outer, opaque), self.leaf(self.size[leaf] // outer, opaque))
@@ -305,6 +315,46 @@ def _enter(node: fx.Node, spec: OpShardingRule | None, refined: _Refinement) -> 
             tie(dims, refined.values[producer(operand)])
     for index, dims in enumerate(spec.results):
         tie(dims, refined.values[node.name, index])
+
+
+def _cut_sequences(
+    program: Program, rules: dict[str, OpShardingRule], refined: _Refinement, shortest: int
+) -> bool:
+    """Cut the sequences of token ids that attention by positions reads, of so many tokens or more,
+    into an outer atom and an inner one. Return whether there are any.
+    """
+    banded = {
+        leaf
+        for name, rule in rules.items()
+        if rule.band not in (None, Band())
+        for leaf in refined.expand([refined.factors[name]["q"]])
+    }
+    found = False
+    for entry in program.signature.inputs:
+        dims = refined.values.get((entry.node, 0), ())
+        if entry.kind != "user" or len(dims) < 2:
+            continue
+        for leaf in refined.expand([dims[1]]):
+            size = refined.size[leaf]
+            inner = _turns(size)
+            if leaf in banded and not refined.opaque[leaf] and size >= shortest and inner > 1:
+                refined.cut(leaf, size // inner)
+                found = True
+    return found
+
+
+def _turns(size: int) -> int:
+    """Return the size of the inner atom of a sequence: a divisor that mesh axes divide, most often
+    a power of two.
+
+    >>> _turns(131072), _turns(16), _turns(12), _turns(15)
+    (1024, 8, 4, 5)
+    """
+    twos = size & -size
+    if 1 < twos < size:
+        return min(twos, _MOST_TURNS)
+    limit = min(size // 2, _MOST_TURNS)
+    return next(n for n in range(max(1, limit), 0, -1) if size % n == 0)
 
 
 def _batch_atom(program: Program, refined: _Refinement) -> Atom | None:

@@ -27,7 +27,7 @@ class Role:
     """What one mesh axis may do.
 
     `takes`: the loop dims of a matmul with a weight, among "mnk". `splits`: the atoms it may split:
-    "batch", "features" (neither batch nor sequence), "residual" and "inner" (features of the
+    "batch", "sequence", "features" (neither of the two), "residual" and "inner" (features of the
     residual stream, and the others; a weight matmul that has none takes any feature), "unsequenced"
     (batch and features), "any". `elsewhere`: the same for ops other than matmuls ("" is as
     `splits`), and "sequence": the residual stream is split on its sequence, all else as "inner".
@@ -135,10 +135,11 @@ class Constraint:
         allowed = among(splits)
         if role.experts and (of_experts := among("experts")):
             return [*allowed, *of_experts] if allowed else [*of_experts, *idle]
-        if splits == "batch" and not allowed and math.prod(spec.sizes.values()) > 1:
-            # Sums over the batch are scalars by the time they are communicated.
+        rows = splits in ("batch", "sequence")
+        if rows and not allowed and math.prod(spec.sizes.values()) > 1:
+            # Sums over rows are scalars by the time they are communicated.
             return [c for c in idle if not isinstance(c, PartialPassThrough)]
-        if splits == "batch" or role.spread:
+        if rows or role.spread:
             return allowed or idle
         return [*allowed, *idle]
 

@@ -51,7 +51,7 @@ from autopar.planner.mesh_search import (
     quick_best,
     with_bounds,
 )
-from autopar.planner.named_layouts import NAMES, candidates
+from autopar.planner.named_layouts import candidates, rivals
 from autopar.planner.objective import cost_terms
 from autopar.planner.request import Layouts, PlanRequest, with_asked_recomputation
 from autopar.planner.unsplit import unsplit
@@ -348,7 +348,7 @@ class ShortenedModel:
         layout takes as long as one of its meshes.
         """
         of_name: dict[str, list[Candidate]] = {}
-        for name in NAMES[1:]:
+        for name in rivals(self.program):
             try:
                 of_name[name] = self.candidates(name)
             except LayoutError:

@@ -36,7 +36,7 @@ from autopar.planner import small_models
 from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.deep_models import DeepModel, ShortenedModel
 from autopar.planner.mesh_search import GAP, Candidate, bounds_of, meshes_by_bound, promising_meshes
-from autopar.planner.named_layouts import NAMES
+from autopar.planner.named_layouts import rivals
 from autopar.planner.objective import cost_terms
 from autopar.planner.rematerialize import (
     Estimated,
@@ -140,7 +140,7 @@ def _named_layout_plans(free: LimitedSearch, best: _Tried) -> Iterator[_Tried]:
     it must split.
     """
     contenders: list[tuple[LimitedSearch, Program]] = []
-    for name in NAMES[1:] if free.world.ranks > 1 else ():
+    for name in rivals(free.model.program) if free.world.ranks > 1 else ():
         if (plan := free.model.named(name)) is None:
             continue
         chosen = free.model.chosen(plan, free.request).program

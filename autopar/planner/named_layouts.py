@@ -27,7 +27,17 @@ from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
 from autopar.planner.constraint import Constraint, Role, fits
-from autopar.planner.request import Grid, Grid2D, Grid3D, Grid4D, Grid25D, GridEP, GridHSDP, Layouts
+from autopar.planner.request import (
+    Grid,
+    Grid2D,
+    Grid3D,
+    Grid4D,
+    Grid25D,
+    GridContext,
+    GridEP,
+    GridHSDP,
+    Layouts,
+)
 
 _DATA = Role("m", "batch", stored="whole")
 _SHARDED_DATA = Role("m", "batch", stored="split")
@@ -35,6 +45,7 @@ _EVERY_SHARDED = Role("m", "batch", stored="every")
 _EXPERT = Role("m", "batch", stored="every", experts=True)
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
+_CONTEXT = Role("m", "sequence", stored="every")
 _INNER = Role("nk", "inner", spread=True, apart=True)
 _OUTER = Role("nk", "residual", spread=True, apart=True)
 _CUBE = Role("mnk", "unsequenced", spread=True, apart=True)
@@ -49,6 +60,7 @@ _ONE_AXIS = {
     "fsdp": ("data", _EVERY_SHARDED),
     "megatron": ("tp", _TENSOR),
     "megatron-sp": ("tp", _SEQUENCE),
+    "cp": ("context", _CONTEXT),  # context parallelism: arXiv 2407.21783, section 3.3.2
 }
 NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d", "ep")
 
@@ -74,6 +86,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
             mesh, roles = _mesh(grid, ranks)
             _check_experts(grid, mesh, roles, program)
             _check_batch(grid, mesh, roles, program)
+            _check_sequence(grid, mesh, roles, program, kinds)
             _check_products(grid, mesh, roles, weight_products, with_convolutions)
         except LayoutError as error:
             refused = refused or error
@@ -82,6 +95,15 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _summa_axes(grid))
     if refused is not None and not fitting:
         raise refused if layout == grid else LayoutError(f"no grid of {layout!r} fits: {refused}")
+
+
+def rivals(program: Program) -> tuple[str, ...]:
+    """Return the named layouts that "auto" is compared with: "cp" where annotate cut a sequence, so
+    where it is long and causal.
+    """
+    assert program.annotations is not None
+    long = program.annotations.strided_from is not None
+    return tuple(name for name in NAMES[1:] if long or name != "cp")
 
 
 def roles_of(layout: Layouts) -> Iterator[Role | None]:
@@ -203,6 +225,16 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
                 ("shard", layout.shard, _EVERY_SHARDED),
             ]
             return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
+        case GridContext():
+            if layout.context < 1 or ranks % layout.context:
+                raise LayoutError(
+                    f"{layout} is for a multiple of {layout.context} ranks, the world has {ranks}"
+                )
+            if isinstance(layout.within, str) and layout.within not in _ONE_AXIS:
+                raise LayoutError(f"{layout}: `within` is a Grid… or one of {', '.join(_ONE_AXIS)}")
+            axes = _axes(layout.within, ranks // layout.context)
+            place = sum(role.splits == "batch" for *_, role in axes)
+            return [*axes[:place], ("context", layout.context, _CONTEXT), *axes[place:]]
         case GridEP():
             outer = [("data", layout.data, _EVERY_SHARDED), ("expert", layout.expert, _EXPERT)]
             return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
@@ -258,6 +290,7 @@ def _hybrid(
             )
         played = roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)
         _check_batch(grid, mesh, played, program)
+        _check_sequence(grid, mesh, played, program, kinds)
         rules.append((pattern, played))
     name = ", ".join(f"{pattern}: {grid}" for pattern, grid in layout.items())
     panels = next((axes for grid in layout.values() if (axes := _summa_axes(grid))), ())
@@ -314,6 +347,30 @@ def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], progra
             f"layout {layout!r} puts axis {names} ranks on the factor batch, but the inputs have "
             f"{size}: use a batch that {ranks} "
             f"divides, fewer ranks, or layout 'auto'"
+        )
+
+
+def _check_sequence(
+    layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], program: Program, kinds: Kinds
+) -> None:
+    """Check that an axis that splits the sequence divides one. Raises LayoutError."""
+    assert program.annotations is not None
+    chains = [
+        [atom.size for atom in dim if atom.number in kinds.sequence and not atom.opaque]
+        for dims in program.annotations.dims.values()
+        for dim in dims
+    ]
+    for axis, role in zip(mesh.axes, roles, strict=True):
+        if role.splits != "sequence":
+            continue
+        if any(size % axis.size == 0 for sizes in chains for size in sizes):
+            continue
+        lengths = sorted({math.prod(sizes) for sizes in chains if sizes})
+        found = f"sequences of {lengths[-1]} tokens" if lengths else "no sequence of token ids"
+        raise LayoutError(
+            f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on the factor sequence, "
+            f"but the inputs have {found}: use a length that {axis.size} divides, fewer ranks, "
+            "or layout 'auto'"
         )
 
 
@@ -411,6 +468,7 @@ def _check_products(
 
 _MAY_SPLIT = {  # by Role.splits
     "batch": "the batch",
+    "sequence": "the sequence",
     "features": "features",
     "residual": "features of the residual stream",
     "inner": "features outside of the residual stream",

@@ -33,7 +33,7 @@ from autopar.ir.progress import tell
 from autopar.passes import emit_program
 from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks, with_share
 from autopar.planner.mesh_search import Candidate, bounds_of, promising_meshes
-from autopar.planner.named_layouts import NAMES
+from autopar.planner.named_layouts import rivals
 from autopar.planner.request import PlanRequest
 from autopar.world import World
 
@@ -56,7 +56,7 @@ def plans_by_step(model: ShortenedModel, best: Program, request: PlanRequest) ->
     assert request.layout is not None
     contenders = _Others(best, model, request)
     contenders.take(model.candidates(request.layout), bounds_of(_plan(best)))
-    names = NAMES[1:] if request.layout == "auto" else ()
+    names = rivals(best) if request.layout == "auto" else ()
     for done, name in enumerate(names):
         tell("named layouts tried", done, len(names))
         contenders.take_named(name)

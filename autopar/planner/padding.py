@@ -265,7 +265,7 @@ def _annotated(program: Program, sizes: Sizes) -> Program:
     assert before is not None
     padded = pad(program, sizes)
     check(padded)
-    padded = annotate.annotate(padded)
+    padded = annotate.annotate(padded, before.strided_from)
     assert padded.annotations is not None
     notes = dataclasses.replace(
         padded.annotations,

@@ -17,7 +17,7 @@ from torch import fx, nn
 from autopar._compat import pytree
 from autopar.errors import InputError, PlanError, TraceError
 from autopar.ir.program import Program
-from autopar.passes import annotate, draws
+from autopar.passes import annotate, draws, masks
 from autopar.passes.microbatches import Parts, in_parts
 from autopar.passes.part_numbers import COUNTS, MOVES
 from autopar.passes.pass_manager import PassManager
@@ -42,9 +42,9 @@ def trace_step(
             f"microbatches is {count}, and the inputs have {rows_of(call) or 'no'} rows: it must "
             "divide their number"
         )
-    whole = annotate.annotate(draws.draws(trace_model(model, call)))
+    whole = annotate.annotate(masks.masks(draws.draws(trace_model(model, call))))
     traced, split = _trace_part(model, call, _divided(call, whole), count, manager)
-    program = draws.draws(traced)
+    program = masks.masks(draws.draws(traced))
     if any(e.kind == "user" and e.trainable for e in program.signature.inputs):
         raise PlanError(
             "micro-batches: an input requires a gradient, which would be of one part alone. Leave "

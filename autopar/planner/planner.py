@@ -1,6 +1,6 @@
 """From a model and a request to a plan, in reading order.
 
-`trace_model` → `analyse` (draws, annotate, chains) → `choose_plan` → `fit_to_memory`
+`trace_model` → `analyse` (draws, masks, annotate, chains) → `choose_plan` → `fit_to_memory`
 (rewrite, hierarchical collectives, SUMMA, matmul kernels, finalize, recompute) → `finish_plan` (the
 figures).
 What `choose_plan` runs is `search_plan`: candidates, bounds and exact search (mesh_search.py), then
@@ -39,7 +39,7 @@ from autopar.ir.sharding_rule import shape_of
 from autopar.ops.collectives import groups_of
 from autopar.ops.devices import on_device, without_devices
 from autopar.ops.sharded import draw
-from autopar.passes import PIPELINE, annotate, draws, trace
+from autopar.passes import PIPELINE, annotate, draws, masks, trace
 from autopar.passes import recompute as recomputing
 from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
@@ -192,12 +192,15 @@ def _traced(
 
 
 def analyse(manager: PassManager, program: Program, request: PlanRequest | None = None) -> Program:
-    """Return the program with random draws that no layout changes, its annotations (sharding rules,
-    dims, factors, and what the request asks of parameters and outputs) and its chains.
+    """Return the program with random draws that no layout changes, masks as descriptions, its
+    annotations (sharding rules, dims, factors, and what the request asks of parameters and outputs)
+    and its chains.
     """
     request = request or PlanRequest()
     program = manager.run("draws", program, draws.draws, draws.check)
-    program = manager.run("annotate", program, annotate.annotate, annotate.check)
+    program = manager.run("masks", program, masks.masks, masks.check)
+    cut = partial(annotate.annotate, strided_from=request.strided_from)
+    program = manager.run("annotate", program, cut, annotate.check)
     program = annotate.reduced_in(program, request.reduce_dtype)
     replicated_outputs = request.outputs == "replicated"
     program = annotate.replicate(program, request.replicated_parameters, replicated_outputs)
@@ -301,12 +304,13 @@ def finish_plan(
     the request no limit applies: the plan was made to fit before.
     """
     program = fit_to_memory(manager, source, chosen, world, request)
-    assert program.plan is not None
+    assert program.plan is not None and program.annotations is not None
     plan = dataclasses.replace(
         summary_rows(
             program, world, _overlapped_timeline(program, world) if request.overlap else None
         ),
         fingerprint=fingerprint(source),
+        strided_from=program.annotations.strided_from,
         groups=tuple(sorted(group.split("/", 2)[2] for group in groups_of(program.module))),
         seconds_by_pass=dict(manager.seconds),
     )

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 
 from autopar.cost.memory import Budget
+from autopar.ir.band import LONG
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -142,6 +143,38 @@ class GridHSDP:
 
 
 @dataclasses.dataclass(frozen=True)
+class GridContext:
+    """Context parallelism within another layout: `context` ranks split the sequence of each of its
+    ranks. Queries stay where they are, keys and values are gathered; weights are stored split over
+    the axis, as over FSDP's.
+
+    >>> import autopar, torch
+    >>> from torch.nn import functional as F
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.embed = torch.nn.Embedding(8, 4)
+    ...     def forward(self, ids):
+    ...         x = self.embed(ids)[:, None]
+    ...         return F.scaled_dot_product_attention(x, x, x, is_causal=True).square().mean()
+    >>> ids = torch.zeros(2, 8, dtype=torch.long)
+    >>> print(autopar.plan(Net(), 4, (ids,), GridContext(2)).mesh)
+    data2.context2
+
+    `within`: the layout of the other ranks, a name of one axis or a grid. A causal mask leaves
+    early queries less to do than late ones, so with `strided` ranks take runs of tokens in turns,
+    else one contiguous part each. Words of attention: (1-1/context)·(k + v), keys and values of a
+    whole sequence; backward as much. Raises, when planned, LayoutError where sizes do not multiply
+    to the ranks or `context` does not divide the sequence. Source: Llama 3, arXiv 2407.21783,
+    section 3.3.2.
+    """
+
+    context: int
+    within: str | Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP = "fsdp"
+    strided: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class GridEP:
     """A mesh of data · expert · tensor ranks for a mixture of experts. Every axis but `tensor`
     splits the batch and the stored weights (FSDP); where experts compute, `expert` splits them: a
@@ -171,10 +204,24 @@ class GridEP:
     sequence: bool = True
 
 
-Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP | GridEP
+Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP | GridEP | GridContext
 Layouts = str | Grid | Mapping[str, "str | Grid"]
 Outputs = Literal["replicated", "sharded"]
 Microbatches = int | Literal["auto"]
+
+
+def _strided_from(layout: Layouts) -> int | None:
+    match layout:
+        case "cp":
+            return 2
+        case "auto":
+            return LONG
+        case GridContext():
+            return 2 if layout.strided else None
+        case Mapping():
+            found = [n for own in layout.values() if (n := _strided_from(own)) is not None]
+            return min(found, default=None)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +233,8 @@ class PlanRequest:
     summed, None for their own. `overlap`: plans are compared by a step with communication under
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
-    `microbatches`: the parts of a step, one after the other.
+    `microbatches`: the parts of a step, one after the other. `plan_strided_from`: `strided_from`
+    of a plan from a file.
     """
 
     layout: Layouts | None = "auto"
@@ -196,6 +244,17 @@ class PlanRequest:
     outputs: Outputs = "sharded"
     replicated_parameters: bool = False
     microbatches: int = 1
+    plan_strided_from: int | None = None
+
+    @property
+    def strided_from(self) -> int | None:
+        """The number of tokens from which on a sequence that causal attention reads may be split by
+        stride, None for no sequence.
+
+        >>> [PlanRequest(name).strided_from for name in ("cp", "auto", "fsdp")]
+        [2, 2048, None]
+        """
+        return self.plan_strided_from if self.layout is None else _strided_from(self.layout)
 
     @property
     def recompute(self) -> str:
@@ -214,7 +273,8 @@ class PlanRequest:
         """
         overlap = plan.overlapped is not None
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
-        return PlanRequest(layout, budget, plan.reduce_dtype, overlap, outputs)
+        summed, strided_from = plan.reduce_dtype, plan.strided_from
+        return PlanRequest(layout, budget, summed, overlap, outputs, plan_strided_from=strided_from)
 
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""

@@ -22,12 +22,20 @@ from autopar.errors import AutoparError, InputError, LayoutError, PlanError
 from autopar.ir.plan import Plan
 from autopar.passes import OPTIONS
 from autopar.planner.named_layouts import NAMES
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridEP, GridHSDP
+from autopar.planner.request import (
+    Grid2D,
+    Grid3D,
+    Grid4D,
+    Grid25D,
+    GridContext,
+    GridEP,
+    GridHSDP,
+)
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.training.deferred import Deferred
 from autopar.world import World, ranks
 
-_GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP)
+_GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP, GridContext)
 _LAYOUT_TEXT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -103,9 +111,14 @@ def _single_layout(value: Any) -> str:
     if isinstance(value, type) and value in _GRIDS:
         return f"it is a class: give it sizes, such as {value.__name__}(2, 2)"
     if isinstance(value, _GRIDS):
-        numbers = {n: v for n, v in vars(value).items() if n not in ("first", "panels", "sequence")}
+        other = ("first", "panels", "sequence", "within", "strided")
+        numbers = {n: v for n, v in vars(value).items() if n not in other}
         wrong = [n for n, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int)]
-        return f"its {wrong[0]} is no whole number of ranks" if wrong else ""
+        fault = f"its {wrong[0]} is no whole number of ranks" if wrong else ""
+        if isinstance(value, GridContext) and not fault:
+            inner = _single_layout(value.within)
+            return f"its within is no layout: {inner}" if inner else ""
+        return fault
     return "" if isinstance(value, str) else f"it is to be {_LAYOUT_TEXT}"
 
 

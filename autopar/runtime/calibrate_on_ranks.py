@@ -21,7 +21,7 @@ from autopar.cost.calibration import calibrate, local_matmuls
 from autopar.cost.calibration.fit import Attended
 from autopar.cost.calibration.measure import Progress
 from autopar.ir.sharding_rule import OpShardingRule, results_of
-from autopar.passes import annotate, trace
+from autopar.passes import annotate, masks, trace
 from autopar.planner.planner import Inputs, call_arguments
 from autopar.world import World, ranks
 
@@ -75,7 +75,7 @@ def calibrate_on_ranks(
 
 def unsharded_work(model: nn.Module, inputs: Inputs) -> Work:
     """Return the matmuls of a model as one device computes them, and its attention: each once."""
-    program = annotate.annotate(trace.trace(model, *call_arguments(inputs)))
+    program = annotate.annotate(masks.masks(trace.trace(model, *call_arguments(inputs))))
     assert program.annotations is not None
     rules = [
         (node, program.annotations.specs[node.name])
@@ -83,7 +83,9 @@ def unsharded_work(model: nn.Module, inputs: Inputs) -> Work:
         if node.name in program.annotations.specs
     ]
     attentions = [
-        (results_of(n)[0].dtype, rule.attends) for n, rule in rules if rule.attends is not None
+        (results_of(n)[0].dtype, rule.attends._replace(share=None))
+        for n, rule in rules
+        if rule.attends is not None
     ]
     return Work(_list_matmuls(rules), list(dict.fromkeys(attentions)))
 

@@ -98,12 +98,14 @@ GOLDEN = {
     "aten.scaled_dot_product_attention.default/causal": """
         I: I I I - -> I
         R: R R R - -> R
+        q: S2 R R - -> S2
         b0: S0 S0 S0 - -> S0
         g: S1 S1 S1 - -> S1
         through 2: R R P - -> P""",
     "aten.scaled_dot_product_attention.default/grouped": """
         I: I I I - -> I
         R: R R R - -> R
+        q: S2 R R - -> S2
         b0: S0 S0 S0 - -> S0
         g: S1 S1 S1 - -> S1
         r: S1/1 R R - -> S1/1

@@ -28,6 +28,7 @@ from autopar.passes import (
     finalize,
     hierarchy,
     kernel_choice,
+    masks,
     recompute,
     rewrite,
     summa,
@@ -41,6 +42,7 @@ aten = torch.ops.aten
 CHECKS = {
     "trace": trace.check,
     "draws": draws.check,
+    "masks": masks.check,
     "annotate": annotate.check,
     "chains": annotate.check_chains,
     "choose": mesh_search.check_choices,
@@ -60,7 +62,8 @@ def programs() -> dict[str, Program]:
     world = World.of(4)
     made = {"trace": trace.trace(model, args)}
     made["draws"] = draws.draws(made["trace"])
-    made["annotate"] = annotate.annotate(made["draws"])
+    made["masks"] = masks.masks(made["draws"])
+    made["annotate"] = annotate.annotate(made["masks"])
     made["chains"] = annotate.chains(made["annotate"])
     request = PlanRequest(autopar.Grid25D(q=2, d=1))
     made["choose"] = mesh_search.search_meshes(made["chains"], world, request)
@@ -251,12 +254,23 @@ def mask_drawn(program: Program) -> Program:
     return changed(program, graph=add)
 
 
+def mask_beside_causal(program: Program) -> Program:
+    def add(graph: fx.Graph) -> None:
+        node = first_call(graph, aten.scaled_dot_product_attention.default)
+        node.args = (*node.args[:3], node.args[0], 0.0, True)
+        node.kwargs = {}
+
+    return changed(program, graph=add)
+
+
 BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("trace", one_input_less, "placeholders and signature differ"),
     ("trace", output_dropped, "outputs and signature differ"),
     ("trace", value_forgotten, "gelu has no value"),
     ("draws", one_input_less, "placeholders and signature differ"),
     ("draws", mask_drawn, r"draws left \['bernoulli"),
+    ("masks", one_input_less, "placeholders and signature differ"),
+    ("masks", mask_beside_causal, "has a mask and is causal"),
     ("annotate", not_annotated, "annotate left no annotations"),
     ("annotate", rule_forgotten, "gelu has no rule"),
     ("annotate", rule_of_two_results, "the rule of gelu has 2 results, not 1"),
@@ -298,6 +312,7 @@ def test_a_broken_contract_is_noticed(
     [
         "trace",
         "draws",
+        "masks",
         "rewrite",
         "hierarchy",
         "summa",
@@ -326,7 +341,7 @@ def test_the_runner_checks_what_every_pass_makes(
 
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
     own = {"annotate": annotate, "chains": annotate, "recompute": recompute}
-    module = {**own, "draws": draws}.get(name, planner)
+    module = {**own, "draws": draws, "masks": masks}.get(name, planner)
     function = name if module is not planner else "search_plan"
     listed_pass = next((step for step in PIPELINE if step.name == name), None)
     honest = listed_pass.run if listed_pass is not None else getattr(module, function)

@@ -30,7 +30,7 @@ def test_a_line_and_a_file_a_pass(tmp_path: Path) -> None:
     said = run(AUTOPAR_LOG="debug", AUTOPAR_DUMP=str(tmp_path / "new"))
     lines = [line for line in said.splitlines() if line.startswith("autopar rank 0: ")]
     names = [line.split()[3].rstrip(":") for line in lines]
-    assert names[:4] == ["trace", "draws", "annotate", "chains"] and "rewrite" in names
+    assert names[:5] == ["trace", "draws", "masks", "annotate", "chains"] and "rewrite" in names
     files = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert files[0] == "000-trace.txt" and len(files) <= len(names)
     (rewrite,) = (f for f in files if f.endswith("-rewrite.txt") and f < "010")

@@ -24,12 +24,12 @@ from torch.distributed.tensor import DTensor
 import autopar
 import models
 from autopar.ir.layout import Layout
-from autopar.planner.request import Grid2D, Grid4D, Grid25D, Layouts
+from autopar.planner.request import Grid2D, Grid4D, Grid25D, GridContext, Layouts
 from autopar.runtime import backends
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
-ON_FOUR = ("4d", "2.5d")  # these need several axes
+ON_FOUR = ("4d", "2.5d", "cp")  # these need several axes, or split a sequence
 ON_EIGHT: tuple[Layouts, ...] = (
     Grid4D(2, 2, 2, 1),
     Grid25D(2, 2),
@@ -37,6 +37,10 @@ ON_EIGHT: tuple[Layouts, ...] = (
     Grid2D(2, 4),
     "megatron-sp",
 )
+CONTEXTS: dict[str, Layouts] = {
+    "strided": "cp",
+    "contiguous": GridContext(2, "megatron", strided=False),
+}
 STEPS = 3
 ADAM_W = partial(torch.optim.AdamW, lr=1e-3)
 
@@ -104,18 +108,27 @@ def told(parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[st
     whatever the gradient's size, so those entries go anywhere (the bias of attention's keys, which
     softmax does not see).
     """
-    least = 1e-6 * max(float(g.abs().max()) for g in gradients.values())
+    least = noise(gradients)
     return {n: torch.where(gradients[n].abs() > least, p, 0.0) for n, p in parameters.items()}
+
+
+def noise(gradients: dict[str, Tensor]) -> float:
+    """The size of an entry that may be rounding noise."""
+    return 1e-6 * max(float(g.abs().max()) for g in gradients.values())
 
 
 def compared(single: tuple[Any, ...], found: tuple[Any, ...]) -> Facts:
     """Relative errors of what `trained` returned: of gradients and parameters the worst one with
-    its name, and all parameters in one.
+    its name, of gradients that are more than noise, and all in one.
     """
     loss, _, gradients, parameters = found
+    assert gradients.keys() == single[2].keys(), gradients.keys() ^ single[2].keys()
+    least = noise(single[2])
+    told_gradients = {n: g for n, g in single[2].items() if float(g.abs().max()) > least}
     return {
         "loss": abs(float(loss - single[0]) / float(single[0])),
-        "gradients": worst(gradients, single[2]),
+        "gradients": worst({n: gradients[n] for n in told_gradients}, told_gradients),
+        "all gradients": together(gradients, single[2]),
         "parameters": worst(told(parameters, single[2]), told(single[3], single[2])),
         "all parameters": together(parameters, single[3]),
     }
@@ -144,6 +157,13 @@ def grids() -> Facts:
     model = models.Gpt(layers=1)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     return {str(layout): one_layout(model, inputs, layout, single) for layout in ON_EIGHT}
+
+
+def context(name: str, layout: Layouts) -> Facts:
+    """A sequence split over the ranks against one device."""
+    model, inputs = example(name)
+    single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
+    return one_layout(model, inputs, layout, single)
 
 
 def one_layout(model: nn.Module, inputs: Any, layout: Layouts, single: tuple[Any, ...]) -> Facts:
@@ -343,6 +363,11 @@ TASKS: dict[str, Callable[[], Facts]] = {
     "gpt": lambda: parity("gpt"),
     "llama": lambda: parity("llama"),
     "grids": grids,
+    **{
+        f"{name} {how}": partial(context, name, layout)
+        for name in ("llama", "bert")
+        for how, layout in CONTEXTS.items()
+    },
     "aot_eager": lambda: compiled("gpt", "aot_eager"),
     "inductor": lambda: compiled("gpt", "inductor"),
     "deferred": deferred,

@@ -18,13 +18,28 @@ LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
 def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> None:
     facts = launched(tmp_path, ranks, name)[name]
     assert facts["model untouched"]
-    several = ["4d", "2.5d"] if ranks == 4 and name == "gpt" else []
+    several = ["4d", "2.5d", "cp"] if ranks == 4 and name == "gpt" else []
     for layout in [*LAYOUTS, *several]:
         one_layout(facts[layout], f"{name} {layout} on {ranks} ranks: ")
 
 
+@pytest.mark.parametrize("how", ["strided", "contiguous"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_context_parallelism_equals_one_device(tmp_path: Path, name: str, how: str) -> None:
+    """Causal attention with grouped queries, and padded attention."""
+    task = f"{name} {how}"
+    one_layout(launched(tmp_path, 4, task)[task], f"{task}: ")
+
+
 def one_layout(facts: dict[str, Any], where: str) -> None:
-    for what in ("loss", "own part's loss", "logits", "full logits", "all parameters"):
+    for what in (
+        "loss",
+        "own part's loss",
+        "logits",
+        "full logits",
+        "all gradients",
+        "all parameters",
+    ):
         assert facts[what] < LIMIT, f"{where}{what}"
     for what in ("gradients", "parameters"):
         error, name = facts[what]

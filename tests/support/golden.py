@@ -54,12 +54,21 @@ def ddp(parameters: list[tuple[int, int]]) -> list[Line]:
     return [*sums, loss("data")]
 
 
-def fsdp(parameters: list[tuple[int, int]]) -> list[Line]:
+def fsdp(parameters: list[tuple[int, int]], axis: str = "data") -> list[Line]:
     """All ranks split m, weights are stored split: gathered before use, gradients scattered. What
     was gathered is kept for the backward pass.
     """
-    gathers = [(FORWARD, "all_gather", "data", size, n) for size, n in parameters]
-    return [*mirrored(gathers), loss("data")]
+    gathers = [(FORWARD, "all_gather", axis, size, n) for size, n in parameters]
+    return [*mirrored(gathers), loss(axis)]
+
+
+def cp(parameters: list[tuple[int, int]], attentions: int) -> list[Line]:
+    """All ranks split the sequence, weights are FSDP's; keys and values are gathered, and their
+    gradients scattered.
+    """
+    keys_and_values = (FORWARD, "all_gather", "context", m * h, 2 * attentions)
+    gathered = mirrored([keys_and_values]) if attentions else []
+    return [*fsdp(parameters, "context"), *gathered]
 
 
 def megatron(products: int) -> list[Line]:
@@ -255,6 +264,8 @@ CASES: list[tuple[str, int, Layouts, list[Line]]] = [
     ("block", 4, "ddp", ddp(BLOCK_WEIGHTS + BLOCK_VECTORS)),
     ("chain", 4, "fsdp", fsdp(CHAIN_WEIGHTS)),
     ("block", 4, "fsdp", fsdp(BLOCK_WEIGHTS + BLOCK_VECTORS)),
+    ("chain", 4, "cp", cp(CHAIN_WEIGHTS, 0)),
+    ("block", 4, "cp", cp(BLOCK_WEIGHTS + BLOCK_VECTORS, 1)),
     ("chain", 4, "megatron", megatron(4)),
     ("block", 4, "megatron", megatron(4)),
     ("chain", 4, "megatron-sp", megatron_sp(4, 0)),

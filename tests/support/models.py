@@ -181,6 +181,26 @@ def gemma2(**changes: Any) -> Example:
     return Gemma2ForCausalLM(config).train(), (), decoder_inputs()
 
 
+def gemma3(**changes: Any) -> Example:
+    from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+
+    torch.manual_seed(0)
+    layers = ["sliding_attention", "full_attention"]
+    window = {"sliding_window": SEQUENCE // 2, "layer_types": layers, "head_dim": HIDDEN // HEADS}
+    config = Gemma3TextConfig(**{**decoder_config(), **window, **changes})
+    return Gemma3ForCausalLM(config).train(), (), decoder_inputs()
+
+
+def mistral(**changes: Any) -> Example:
+    from transformers.models.mistral.configuration_mistral import MistralConfig
+    from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+
+    torch.manual_seed(0)
+    config = MistralConfig(**{**decoder_config(), "sliding_window": SEQUENCE // 2, **changes})
+    return MistralForCausalLM(config).train(), (), decoder_inputs()
+
+
 def bert(dropout: float = 0.0) -> Example:
     from transformers.models.bert.configuration_bert import BertConfig
     from transformers.models.bert.modeling_bert import BertForMaskedLM

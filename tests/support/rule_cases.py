@@ -10,6 +10,7 @@ from torch import Tensor
 
 from argument_cases import ARGUMENTS, MADE_AS
 from autopar.ops import sharded
+from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 from expert_cases import EXPERT_LAYERS
 from index_cases import ALONG, INDEX_DIGITS, INDEXED, OTHER_PRODUCTS
 from loss_cases import LOSS_CASES, LOSS_DIGITS
@@ -52,6 +53,19 @@ def attention(query: tuple[int, ...], key: tuple[int, ...], *rest: Any, **option
         *rest,
         **options,
     )
+
+
+def masked(
+    *sizes: int, heads: tuple[int, int] = (6, 6), pairs: int = 1, band: Any, **more: Any
+) -> Case:
+    """Attention of a batch of 4 under a description: segments, and the padding of keys."""
+    queries, keys = sizes
+    vectors = [whole_numbers(3, 4, queries), torch.ones(1, queries, dtype=torch.bool)]
+    others = [whole_numbers(3, 4, keys), flags(4, keys)]
+    operands = real(4, heads[0], queries, 3), real(4, heads[1], keys, 3), real(4, heads[1], keys, 5)
+    compare = " ".join(["ge", "eq"][:pairs])
+    description = (vectors[:pairs], others[:pairs], compare)
+    return call(MASKED_ATTENTION, *operands, *description, *band, None, [], [], **more)
 
 
 def cross_entropy(logits: tuple[int, ...], *rest: Any, note: str) -> Case:
@@ -346,6 +360,22 @@ ATTENTION = [
     attention((2, 6, 4, 3), (2, 1, 4, 3), enable_gqa=True, note="one group"),
     attention((6, 4, 3), (6, 4, 3), scale=0.3, note="3 dims"),
     attention((6, 3), (4, 3), note="2 dims"),
+    masked(12, 12, pairs=0, band=(None, 0), note="causal"),
+    masked(12, 12, band=(3, 0), note="window and segments"),
+    masked(12, 6, heads=(12, 6), pairs=2, band=(None, None), note="grouped"),
+    call(
+        BLOCK_MASK,
+        [whole_numbers(3, 4, 12)],
+        [whole_numbers(3, 1, 6)],
+        "eq",
+        None,
+        0,
+        12,
+        6,
+        torch.device("cpu"),
+        [],
+        [],
+    ),
     attention((2, 6, 4, 3), (2, 6, 6, 3), real(1, 6, 4, 6), note="float mask"),
     attention(
         (2, 6, 4, 3), (2, 6, 6, 3), torch.ones(4, 6, dtype=torch.bool).tril(1), note="bool mask"

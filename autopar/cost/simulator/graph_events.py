@@ -25,8 +25,14 @@ from autopar.cost.network import Pattern, size
 from autopar.cost.simulator.buckets import leading
 from autopar.cost.simulator.engine import Event, simulate_overlap
 from autopar.cost.simulator.step_events import ROOTED, link
+from autopar.ir.band import Band
 from autopar.ir.mesh import group_ranks
-from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, bound, shape_of, value_of
+from autopar.ir.sharding_rule import Attends, bound, shape_of, value_of
+from autopar.ops.sharded.masked_attention import (
+    MASKED_ATTENTION,
+    MASKED_ATTENTION_BACKWARD,
+    places_of,
+)
 from autopar.world import World
 
 Phase = Literal["forward", "backward"]
@@ -315,7 +321,7 @@ def flops(node: fx.Node) -> float:
     attention = _attention(node)
     if attention is not None:
         attends, backward, queries = attention
-        return attends.flops(queries) * (ATTENTION_BACKWARD if backward else 1)
+        return attends.flops(queries) * (attends.backward_times if backward else 1)
     count = flop_registry.get(packet)
     if count is None:
         return 0.0
@@ -333,7 +339,11 @@ def _attention(node: fx.Node) -> tuple[Attends, bool, int] | None:
         return None
     values = bound(node)
     q, k, v = (shape_of(value_of(values[name])) for name in ("query", "key", "value"))
-    return Attends(k[-2], (q[-1] + v[-1]) / 2, values["is_causal"]), backward, math.prod(q[:-1])
+    causal, share = values.get("is_causal", False), None
+    if "digits" in values:
+        band = Band(values["before"], values["after"])
+        causal, share = band.is_causal, band.share(q[-2], k[-2], places_of(values["digits"]))
+    return Attends(k[-2], (q[-1] + v[-1]) / 2, causal, share), backward, math.prod(q[:-1])
 
 
 # Matmul ops, and the index of the left operand.
@@ -349,6 +359,8 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_efficient_attention_backward: True,
     torch.ops.aten._scaled_dot_product_cudnn_attention: False,
     torch.ops.aten._scaled_dot_product_cudnn_attention_backward: True,
+    MASKED_ATTENTION.overloadpacket: False,
+    MASKED_ATTENTION_BACKWARD.overloadpacket: True,
 }
 
 

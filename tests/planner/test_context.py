@@ -1,0 +1,172 @@
+"""Context parallelism: queries of attention split over the sequence, with gathered keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+import models
+from autopar.errors import LayoutError
+from autopar.ir.band import Band, Place, position
+from autopar.ir.graph import every_node
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ops.sharded.masked_attention import MASKED_ATTENTION
+from autopar.planner.request import GridContext, Layouts
+from autopar.runtime.apply import renew_plan
+
+LIMIT = 1e-9
+MODELS = {
+    "llama": models.llama,
+    "gpt2": models.gpt2,
+    "gemma2": models.gemma2,  # caps its scores, so it has no fused attention
+    "gemma3": models.gemma3,
+    "mistral": models.mistral,
+    "bert": models.bert,
+    "t5": models.t5,
+}
+LAYOUTS: dict[str, tuple[int, Layouts]] = {
+    "cp": (4, "cp"),
+    "cp on 8": (8, "cp"),
+    "cp x fsdp": (4, GridContext(2)),
+    "cp x fsdp on 8": (8, GridContext(4)),
+    "cp x megatron": (4, GridContext(2, "megatron")),
+    "cp x 4d": (8, GridContext(2, autopar.Grid4D(x=2, z=2))),
+    "contiguous cp": (4, GridContext(4, strided=False)),
+    "contiguous cp x megatron": (4, GridContext(2, "megatron", strided=False)),
+}
+
+
+def holds(name: str, ranks: int, layout: Layouts, **changes: Any) -> None:
+    model, args, kwargs = MODELS[name](**changes)
+    check = autopar.verify(model, ranks, args or kwargs, layout=layout)
+    assert check.ranks == ranks
+    assert max(check.loss_error, check.grad_error, check.step_error) < LIMIT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+def test_parity_of_context_parallelism(name: str, layout: str) -> None:
+    holds(name, *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
+def test_dropout_where_queries_are_split(name: str) -> None:
+    holds(name, 4, "cp", dropout=0.2)
+
+
+# -- where queries lie -----------------------------------------------------------------------------
+def attentions(plan: Plan) -> list[Layout]:
+    """The layouts of the queries of every attention."""
+    assert plan.context is not None
+    notes = plan.context.source.annotations
+    assert notes is not None
+    found = [plan.choices[name].operands[0] for name, rule in notes.specs.items() if rule.attends]
+    return [layout for layout in found if layout is not None]
+
+
+@pytest.mark.parametrize("strided", [True, False])
+def test_ranks_take_runs_of_tokens_in_turns(strided: bool) -> None:
+    """16 tokens on 4 ranks: 2 runs of 2 tokens each, or one of 4. A file of the plan says so."""
+    model, _, kwargs = models.llama()
+    plan = autopar.plan(model, 4, kwargs, layout=GridContext(4, strided=strided))
+    renewed = renew_plan(model, Plan.from_json(plan.to_json()), kwargs)
+    for layout in (*attentions(plan), *attentions(renewed)):
+        (digit,) = layout.digits(2)
+        assert (digit.axis, digit.stride, digit.size) == ("context", 2 if strided else 4, 4)
+    assert not renewed.changed_figures
+
+
+def test_every_query_lies_on_one_rank() -> None:
+    places = (Place(2, 2), Place(8, 2))
+    found = [
+        position(local, places, (first, second))
+        for local in range(4)
+        for first in range(2)
+        for second in range(2)
+    ]
+    assert sorted(found) == list(range(16))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_contiguous_part_costs_what_the_last_rank_computes(ranks: int) -> None:
+    tokens = 1 << 16
+    band, part = Band(after=0), tokens // ranks
+    whole = band.share(tokens, tokens)
+    assert band.share(part, tokens, (Place(1, ranks),)) == pytest.approx(whole, rel=0.07)
+    contiguous = band.share(part, tokens, (Place(part, ranks),))
+    assert contiguous == pytest.approx(0.5 * (2 - 1 / ranks), rel=0.07)
+
+
+@pytest.mark.parametrize(
+    "places", [(), (Place(1, 4),), (Place(16, 4),), (Place(4, 2), Place(1, 2))]
+)
+@pytest.mark.parametrize("band", [Band(after=0), Band(5, 0), Band(3, 4), Band(None, -2), Band()])
+def test_blocks_hold_every_key_that_is_seen(band: Band, places: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("autopar.ir.band._FEWEST", 3)
+    ranks = 1
+    for _, size in places:
+        ranks *= size
+    queries, keys = 64 // ranks, 64
+    blocks = band.blocks(queries, keys, places)
+    assert [row for rows, _ in blocks for row in rows] == list(range(queries))
+    for rows, columns in blocks:
+        for number in range(ranks):
+            own, left = [], number
+            for _, size in places:
+                left, digit = divmod(left, size)
+                own.append(digit)
+            for row in rows:
+                query = position(row, places, own)
+                seen = {key for key in range(keys) if band.sees(query, key)}
+                assert seen <= set(columns)
+                assert band.hides(rows, columns, places) or seen == set(columns)
+
+
+# -- long sequences --------------------------------------------------------------------------------
+def test_a_long_sequence_fits_on_8_ranks() -> None:
+    """One of 131,072 tokens: planned on meta tensors within 16 GiB, and no rank makes a tensor of
+    tokens by tokens.
+    """
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+    tokens, ranks = 131_072, 8
+    config = LlamaConfig(**{**models.decoder_config(), "max_position_embeddings": tokens})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).train()
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+    world = autopar.World.preset("dgx-h100", ranks)
+    inputs = {"input_ids": ids, "labels": ids}
+    plan = autopar.plan(model, world, inputs, layout="cp", memory=16 * 2**30)
+    assert plan.peak_bytes < 16 * 2**30
+    assert plan.context is not None
+    largest = tokens // ranks * tokens
+    nodes = [node for node, _ in every_node(plan.context.program.module)]
+    shapes = [n.meta["layout"].local_size for n in nodes if "layout" in n.meta]
+    assert max(shapes) < largest // 8
+    assert sum(node.target is MASKED_ATTENTION for node in nodes) == models.LAYERS
+    whole = autopar.plan(model, world, inputs, layout="megatron", memory=1 << 50)
+    assert plan.peak_bytes < whole.peak_bytes / 2
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+def test_a_sequence_that_no_axis_divides_is_refused() -> None:
+    model, _, kwargs = models.llama()
+    with pytest.raises(LayoutError, match=r"axis context of 3 ranks .* sequences of 16 tokens"):
+        autopar.plan(model, 3, kwargs, layout="cp")
+
+
+def test_a_model_without_a_sequence_is_refused() -> None:
+    with pytest.raises(LayoutError, match="no sequence of token ids"):
+        autopar.plan(nn.Linear(8, 8), 4, (torch.ones(4, 8),), layout="cp")
+
+
+def test_ranks_that_context_does_not_divide_are_refused() -> None:
+    model, _, kwargs = models.llama()
+    with pytest.raises(LayoutError, match="a multiple of 3 ranks, the world has 4"):
+        autopar.plan(model, 4, kwargs, layout=GridContext(3))
