@@ -113,7 +113,7 @@ def _parts(plan: Plan) -> list[str]:
 
 def _proof(plan: Plan) -> list[str]:
     """Return the sentence on how close to the least the plan is proven to be. With overlap, that is
-    proven of the step without it, which the sentence then names.
+    proven of the sum of all seconds, in which collectives are neither joined nor hidden.
     """
     if not plan.bound or not plan.mesh.axes:
         return []
@@ -122,7 +122,7 @@ def _proof(plan: Plan) -> list[str]:
     least = f"the least of all plans{_knowing(plan)}{several}"
     if plan.overlapped is None:
         return [f"proven: {above}{least}"]
-    return [f"proven: without overlap {plan.seconds * 1e3:.2f} ms, {above}{least}"]
+    return [f"proven: with every collective by itself {plan.seconds * 1e3:.2f} ms, {above}{least}"]
 
 
 def _knowing(plan: Plan) -> str:
