@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from typing import Any
 
 import pytest
 import sympy
@@ -13,7 +14,7 @@ from sympy import Rational
 
 from autopar.ir.mesh import Mesh
 from benchmarks.model import formulas, words
-from docs import make_readme_picture
+from docs import make_readme_picture, make_state_picture
 from docs.layout_chains import CHAINS, Chain, Placed, blocks, place
 from docs.make_layout_pictures import picture
 from launch import ROOT
@@ -258,6 +259,7 @@ def test_json_holds_what_is_printed(tmp_path, capsys):
     assert len(found["published"]) == 22
 
 
-def test_the_picture_of_the_readme_is_what_a_plan_says() -> None:
-    drawn = make_readme_picture.PICTURE.read_text(encoding="utf-8")
-    assert drawn == make_readme_picture.picture(), "python -m docs.make_readme_picture"
+@pytest.mark.parametrize("module", [make_readme_picture, make_state_picture])
+def test_a_picture_is_what_the_code_says(module: Any) -> None:
+    drawn = module.PICTURE.read_text(encoding="utf-8")
+    assert drawn == module.picture(), f"python -m {module.__name__}"
