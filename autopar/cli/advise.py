@@ -123,6 +123,10 @@ def _print(advice: Advice, model: str, out: Path | None) -> None:
     print_line(screen, "model", model)
     print_line(screen, "world", str(plan.world))
     sizes = f"replicate {degrees.replicate} · shard {degrees.shard} · tensor {degrees.tensor}"
+    if degrees.context > 1:
+        sizes += f" · context {degrees.context}"
+    if degrees.expert > 1:
+        sizes += f", {degrees.expert} of the shards split experts"
     weights = "gathered again in the backward" if degrees.regathers else "kept for the backward"
     blocks = "computed again" if degrees.recomputes else "kept"
     print_line(screen, "degrees", f"{sizes}; weights {weights}, activations {blocks}")

@@ -224,6 +224,8 @@ def read_layout(text: str) -> Layouts:
 
     >>> read_layout("4d:x=2,data=4")
     Grid4D(x=2, y=1, z=1, data=4)
+    >>> read_layout("cp:2,within=megatron").within
+    'megatron'
     """
     name, colon, sizes = text.partition(":")
     if text in NAMES:
@@ -234,7 +236,11 @@ def read_layout(text: str) -> Layouts:
             f"unknown layout {text!r}; known ones: {', '.join(NAMES)}, and with sizes "
             f"{', '.join(GRIDS)}, as 4d:x=2,y=2"
         )
-    fields = [field for field in dataclasses.fields(grid) if field.type in ("int", "str")]
+    fields = [
+        field
+        for field in dataclasses.fields(grid)
+        if field.type in ("int", "str") or field.name == "within"
+    ]
     names = [field.name for field in fields]
     values: dict[str, Any] = {}
     for position, part in enumerate(sizes.split(",")):
@@ -243,7 +249,8 @@ def read_layout(text: str) -> Layouts:
             key = names[position] if position < len(names) else value
         if key not in names or key in values:
             raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage_text(names)}")
-        values[key] = _read_size(text, part, value) if key != "first" else value
+        is_name = key in ("first", "within")
+        values[key] = value if is_name else _read_size(text, part, value)
     missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage_text(names)}")

@@ -99,11 +99,15 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
 
 def rivals(program: Program) -> tuple[str, ...]:
     """Return the named layouts that "auto" is compared with: "cp" where annotate cut a sequence, so
-    where it is long and causal.
+    where it is long and causal; "ep" where there are experts.
     """
     assert program.annotations is not None
-    long = program.annotations.strided_from is not None
-    return tuple(name for name in NAMES[1:] if long or name != "cp")
+    absent = set()
+    if program.annotations.strided_from is None:
+        absent.add("cp")
+    if not expert_atoms(program):
+        absent.add("ep")
+    return tuple(name for name in NAMES[1:] if name not in absent)
 
 
 def roles_of(layout: Layouts) -> Iterator[Role | None]:

@@ -14,10 +14,11 @@ from autopar.cost.memory import Budget
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan
 from autopar.passes.pass_manager import PassManager
+from autopar.planner.named_layouts import rivals
 from autopar.planner.planner import choose_plan, finish_plan
 from autopar.planner.request import PlanRequest
 
-NAMED = ("ddp", "fsdp", "megatron-sp", "4d", "megatron", "atp", "3d", "2.5d")
+NAMED = ("ddp", "fsdp", "megatron-sp", "4d", "megatron", "ep", "cp", "atp", "3d", "2.5d")
 _PATIENCE_S = 30.0  # after which no further layout is begun
 
 
@@ -44,7 +45,8 @@ def alternatives(
     if plan.context is None or not plan.mesh.axes:
         return []
     begin, found = time.monotonic(), []
-    for layout in NAMED:
+    rival_names = rivals(plan.context.source)
+    for layout in (name for name in NAMED if name in rival_names):
         if time.monotonic() - begin > patience:
             found.append(Alternative(layout, why="not planned, to save time"))
             continue

@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import autopar
+import moe_models
 from autopar.errors import PlanError
 from autopar.report.advise import TOOLS, advise
-from autopar.report.advise.degrees import MODES, Degrees, splits_of
+from autopar.report.advise.degrees import MODES, Degrees, contexts_of, experts_of, splits_of
 
 WORLD = autopar.World.preset("dgx-h100", 8)
 NODES = autopar.World.preset("dgx-h100", 16)
@@ -59,12 +61,16 @@ def model_and_tokens(rows: int = 64) -> tuple[nn.Module, tuple[torch.Tensor]]:
 def degrees_of(
     replicate: int = 1, shard: int = 1, tensor: int = 1, mode: str = "none", dtype: str = "bfloat16"
 ) -> Degrees:
-    return Degrees(replicate, shard, tensor, mode, 4, 128, 8, 4, dtype)
+    return Degrees(replicate, shard, tensor, mode, 4, 128, 8, 4, dtype, 1, 1)
 
 
 def expressible(tool: str) -> list[Degrees]:
     """All degrees of two nodes that a tool has, and some of one rank."""
     every = [degrees_of(*split, mode) for split, mode in product(splits_of(NODES), MODES)]
+    if TOOLS[tool].context:
+        every += [more for plain in every for more in contexts_of(plain)]
+    if TOOLS[tool].expert:
+        every += [more for plain in every for more in experts_of(plain, (8, 12))]
     return [d for d in (*every, degrees_of(dtype="float32")) if not TOOLS[tool].refuses(d)]
 
 
@@ -97,6 +103,40 @@ def test_the_gain_is_that_of_the_own_plan_and_names_what_is_beyond() -> None:
     mesh, *beyond = advice.beyond
     assert str(advice.own.mesh) in mesh and str(advice.plan.mesh) in mesh
     assert beyond
+
+
+class Attention(nn.Module):
+    """Tokens to a loss, through causal attention."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.token, self.qkv = nn.Embedding(512, width), nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, 512)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        rows, length = tokens.shape
+        qkv = self.qkv(self.token(tokens)).view(rows, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
+        x = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        logits = self.out(x.transpose(1, 2).flatten(2))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def test_a_single_long_sequence_is_split() -> None:
+    with torch.device("meta"):
+        model, tokens = Attention().to(torch.bfloat16), torch.zeros(1, 65_536, dtype=torch.long)
+    advice = advise(model, WORLD, (tokens,), "torchtitan", compare=False)
+    assert advice.degrees.context > 1 and advice.degrees.data == 1
+    assert advice.plan.mesh.sizes["context"] == advice.degrees.context
+    assert f"context_parallel_degree = {advice.degrees.context}" in advice.text
+
+
+def test_experts_are_split() -> None:
+    model, _, kwargs = moe_models.mixtral()
+    world = autopar.World.preset("dgx-h100", 4)
+    advice = advise(model, world, kwargs, "torchtitan", compare=False)
+    planned = {d: step for d, step in advice.tried if isinstance(step, float)}
+    assert {d.expert for d in planned} == {1, 2, 4}
+    assert planned[advice.degrees] == min(planned.values())
 
 
 def test_less_memory_shards_and_recomputes() -> None:
@@ -153,6 +193,7 @@ TITAN: dict[str, dict[str, Any]] = {
         "tensor_parallel_degree": int,
         "pipeline_parallel_degree": int,
         "context_parallel_degree": int,
+        "expert_parallel_degree": int,
     },
     "training": {"local_batch_size": int, "global_batch_size": int, "seq_len": int},
     "activation_checkpoint": {"mode": ("selective", "full", "none")},
@@ -168,7 +209,10 @@ def test_torchtitan(degrees: Degrees) -> None:
             assert value in kind if isinstance(kind, tuple) else type(value) is kind, (name, value)
     sizes, training = job["parallelism"], job["training"]
     data = sizes["data_parallel_replicate_degree"] * sizes["data_parallel_shard_degree"]
-    assert data * sizes["tensor_parallel_degree"] == degrees.ranks
+    contexts = sizes["context_parallel_degree"]
+    assert data * contexts * sizes["tensor_parallel_degree"] == degrees.ranks
+    experts = sizes["expert_parallel_degree"]  # the range that job_config.py gives
+    assert experts == 1 or contexts <= experts <= sizes["data_parallel_shard_degree"] * contexts
     assert training["global_batch_size"] == training["local_batch_size"] * data
     assert (sizes["fsdp_reshard_after_forward"] == "always") == degrees.regathers
     assert (job["activation_checkpoint"]["mode"] == "full") == degrees.recomputes
@@ -179,7 +223,8 @@ def megatron_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     for name in (
         "tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size",
-        "global-batch-size", "seq-length", "recompute-num-layers",
+        "global-batch-size", "seq-length", "recompute-num-layers", "context-parallel-size",
+        "expert-model-parallel-size",
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int)
     for name in (
@@ -197,10 +242,12 @@ def test_megatron(degrees: Degrees) -> None:
     words = TOOLS["megatron"].write(degrees).replace("\\\n", " ").split()
     options = megatron_parser().parse_args(words)
     assert options.tensor_model_parallel_size == degrees.tensor
-    data = degrees.ranks // degrees.tensor
+    contexts, experts = options.context_parallel_size or 1, options.expert_model_parallel_size or 1
+    data = degrees.ranks // degrees.tensor // contexts
+    assert (contexts, experts) == (degrees.context, degrees.expert) and data % experts == 0
     assert options.global_batch_size == options.micro_batch_size * data
     assert options.sequence_parallel == (degrees.tensor > 1)  # it is refused with one rank
-    assert options.use_distributed_optimizer == (degrees.shard > 1)
+    assert options.use_distributed_optimizer == (degrees.shard * degrees.context > 1)
     assert options.overlap_param_gather <= options.use_distributed_optimizer
     assert options.overlap_param_gather <= options.overlap_grad_reduce
     assert options.bf16 == (degrees.dtype == "bfloat16")

@@ -6,10 +6,10 @@ shards of 8 ranks with tensor parallelism. search.py makes them of a world, tool
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from autopar.planner.request import GridHSDP
+from autopar.planner.request import GridContext, GridEP, GridHSDP
 from autopar.world import World
 
 # How weights are held, and the recomputation of autopar that stands for it: whole until their
@@ -19,9 +19,10 @@ MODES = ("none", "gathers", "full")
 
 @dataclass(frozen=True)
 class Degrees:
-    """What a run of another tool is given. The ranks are `replicate` · `shard` · `tensor`; a rank
-    group of `tensor` ranks computes `local_batch` rows of `sequence_length` at a time (0: not a
-    sequence of tokens). `mode`: one of MODES. `ranks_per_node`: of the world's innermost level.
+    """What a run of another tool is given. The ranks are `replicate` · `shard` · `context` ·
+    `tensor`; a rank group of `context` · `tensor` ranks computes `local_batch` rows of
+    `sequence_length` at a time (0: not a sequence of tokens). `expert` of the `shard` ranks split
+    the experts of a layer. `mode`: one of MODES. `ranks_per_node`: of the world's innermost level.
     """
 
     replicate: int
@@ -33,10 +34,12 @@ class Degrees:
     ranks_per_node: int
     layers: int
     dtype: str  # of the parameters
+    context: int
+    expert: int
 
     @property
     def ranks(self) -> int:
-        return self.replicate * self.shard * self.tensor
+        return self.replicate * self.shard * self.context * self.tensor
 
     @property
     def data(self) -> int:
@@ -44,9 +47,14 @@ class Degrees:
         return self.replicate * self.shard
 
     @property
+    def holders(self) -> int:
+        """The ranks over which a weight is stored in shards, besides those of `tensor`."""
+        return self.shard * self.context
+
+    @property
     def regathers(self) -> bool:
         """Whether weights are freed after the forward and gathered again in the backward."""
-        return self.mode != "none" and self.shard > 1
+        return self.mode != "none" and self.holders > 1
 
     @property
     def recomputes(self) -> bool:
@@ -59,7 +67,8 @@ class Tool:
     """Another tool: what it can express, and how its options are written.
 
     `refuses` returns why degrees are none that it has, "" where they are. `sequence`: its tensor
-    parallelism splits what stands between products on the sequence. `more_bytes`: what a rank holds
+    parallelism splits what stands between products on the sequence. `context`, `expert`: it can
+    split sequences in attention, and experts. `more_bytes`: what a rank holds
     in addition to a plan of autopar, for the parameters of one rank of `tensor`. `file`: the name
     under which what it writes is kept; `version` that was looked at.
     """
@@ -71,11 +80,17 @@ class Tool:
     refuses: Callable[[Degrees], str]
     write: Callable[[Degrees], str]
     more_bytes: Callable[[Degrees, int], float] = lambda degrees, parameters: 0.0
+    context: bool = False
+    expert: bool = False
 
-    def grid(self, degrees: Degrees) -> GridHSDP:
+    def grid(self, degrees: Degrees) -> GridHSDP | GridContext | GridEP:
         """Return the layout of autopar that these degrees are under this tool."""
+        if degrees.expert > 1:
+            data = degrees.shard // degrees.expert
+            return GridEP(data, degrees.expert, degrees.tensor, sequence=self.sequence)
         sizes = degrees.replicate, degrees.shard, degrees.tensor
-        return GridHSDP(*sizes, sequence=self.sequence)
+        grid = GridHSDP(*sizes, sequence=self.sequence)
+        return grid if degrees.context == 1 else GridContext(degrees.context, grid)
 
 
 def splits_of(world: World) -> Iterator[tuple[int, int, int]]:
@@ -88,3 +103,31 @@ def splits_of(world: World) -> Iterator[tuple[int, int, int]]:
         shards = {1, data, inside // tensor, inside}
         for shard in sorted(s for s in shards if data % s == 0):
             yield data // shard, shard, tensor
+
+
+def contexts_of(degrees: Degrees) -> Iterator[Degrees]:
+    """Yield the degrees in which ranks of a node that were shards split the sequence instead.
+
+    >>> degrees = Degrees(1, 8, 2, "none", 1, 8192, 8, 1, "bfloat16", 1, 1)
+    >>> list(d.context for d in contexts_of(degrees))
+    [2, 4]
+    """
+    inside = max(1, degrees.ranks_per_node // degrees.tensor)
+    for context in range(2, min(degrees.shard, inside) + 1):
+        if degrees.shard % context == 0 and inside % context == 0:
+            yield replace(degrees, shard=degrees.shard // context, context=context)
+
+
+def experts_of(degrees: Degrees, experts: Sequence[int]) -> Iterator[Degrees]:
+    """Yield the degrees in which shards split layers of so many experts, all of them; none with
+    replicas or contexts, which no layout of autopar has beside experts.
+
+    >>> degrees = Degrees(1, 8, 1, "none", 1, 8192, 8, 1, "bfloat16", 1, 1)
+    >>> list(d.expert for d in experts_of(degrees, (4,)))
+    [2, 4]
+    """
+    if not experts or degrees.replicate > 1 or degrees.context > 1:
+        return
+    for expert in range(2, min(degrees.shard, *experts) + 1):
+        if not any(count % expert for count in (degrees.shard, *experts)):
+            yield replace(degrees, expert=expert)

@@ -17,6 +17,7 @@ from torch import nn
 from autopar._compat import pytree
 from autopar.cost.memory import Budget, Limit, Optimizer
 from autopar.errors import LayoutError, PlanError
+from autopar.ir.dim_roles import expert_atoms
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes
@@ -24,7 +25,14 @@ from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.planner import Inputs, analyse, choose_plan, finish_plan, trace_model
 from autopar.planner.request import Layouts, PlanRequest
-from autopar.report.advise.degrees import MODES, Degrees, Tool, splits_of
+from autopar.report.advise.degrees import (
+    MODES,
+    Degrees,
+    Tool,
+    contexts_of,
+    experts_of,
+    splits_of,
+)
 from autopar.report.advise.tools import TOOLS
 from autopar.world import World
 
@@ -149,9 +157,11 @@ class _Planning:
 def _candidates(tool: Tool, planning: _Planning, inputs: Inputs) -> Iterator[Degrees | str]:
     """Yield the degrees of a world, or why some are none for this tool or this batch."""
     notes = planning.program.annotations
-    batch = 0 if notes is None or notes.batch is None else notes.batch.size
     tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
     tokens = next((x for x in tensors if x.dim() == 2 and not x.is_floating_point()), None)
+    batch = 0 if tokens is None or tokens.shape[0] != 1 else 1  # one row has no factor
+    if notes is not None and notes.batch is not None:
+        batch = notes.batch.size
     layers = len(blocks(planning.source.module.graph.nodes))
     world = planning.world
     facts = (
@@ -160,15 +170,23 @@ def _candidates(tool: Tool, planning: _Planning, inputs: Inputs) -> Iterator[Deg
         layers,
         _dtype(planning.source),
     )
+    experts = [atom.size for atom in expert_atoms(planning.program)]
+    long = notes is not None and notes.strided_from is not None
     for replicate, shard, tensor in splits_of(world):
-        if not batch or batch % (replicate * shard):
-            yield f"a batch of {batch} rows is not divided by {replicate * shard} data ranks"
-            continue
-        for mode in MODES:
-            rows = batch // (replicate * shard)
-            degrees = Degrees(replicate, shard, tensor, mode, rows, *facts)
-            if mode != "gathers" or degrees.regathers:
-                yield tool.refuses(degrees) or degrees
+        plain = Degrees(replicate, shard, tensor, "none", 0, *facts, 1, 1)
+        sizes = [plain]
+        if tool.context and long:
+            sizes += contexts_of(plain)
+        if tool.expert:
+            sizes += experts_of(plain, experts)
+        for each in sizes:
+            if not batch or batch % each.data:
+                yield f"a batch of {batch} rows is not divided by {each.data} data ranks"
+                continue
+            for mode in MODES:
+                degrees = replace(each, mode=mode, local_batch=batch // each.data)
+                if mode != "gathers" or degrees.regathers:
+                    yield tool.refuses(degrees) or degrees
 
 
 def _parameters(source: Program) -> list[torch.Tensor]:
@@ -198,10 +216,10 @@ def _fastest(
     parameters = sum(parameter.numel() for parameter in _parameters(planning.source))
     tried: list[tuple[Degrees, float | str]] = []
     plans: dict[Degrees, Plan] = {}
-    fitting: set[tuple[int, int, int]] = set()
+    fitting: set[Degrees] = set()  # in the first mode
     degrees_of = [d for d in candidates if isinstance(d, Degrees)]
     for number, degrees in enumerate(degrees_of):
-        mesh = (degrees.replicate, degrees.shard, degrees.tensor)
+        mesh = replace(degrees, mode=MODES[0])
         if mesh in fitting:
             continue
         if progress is not None:

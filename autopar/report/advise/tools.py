@@ -41,6 +41,12 @@ def _global_batch(degrees: Degrees) -> int:
 
 
 # -- torchtitan ------------------------------------------------------------------------------------
+def _torchtitan_refuses(degrees: Degrees) -> str:
+    if degrees.expert > 1 and degrees.tensor > 1:
+        return "how torchtitan splits an expert by tensor parallelism was not looked at"
+    return ""
+
+
 def _torchtitan(degrees: Degrees) -> str:
     length = {"seq_len": degrees.sequence_length} if degrees.sequence_length else {}
     return _toml(
@@ -51,7 +57,8 @@ def _torchtitan(degrees: Degrees) -> str:
                 "fsdp_reshard_after_forward": "always" if degrees.regathers else "never",
                 "tensor_parallel_degree": degrees.tensor,
                 "pipeline_parallel_degree": 1,
-                "context_parallel_degree": 1,
+                "context_parallel_degree": degrees.context,
+                "expert_parallel_degree": degrees.expert,
             },
             "training": {
                 "local_batch_size": degrees.local_batch,
@@ -67,6 +74,8 @@ def _torchtitan(degrees: Degrees) -> str:
 def _megatron_refuses(degrees: Degrees) -> str:
     if degrees.regathers and not degrees.recomputes:
         return "Megatron-LM's distributed optimizer keeps weights whole"
+    if degrees.context > 1 and degrees.replicate > 1:
+        return "replicas beside contexts, which the distributed optimizer takes as shards"
     return "" if min(degrees.replicate, degrees.shard) == 1 else "one data-parallel size"
 
 
@@ -79,13 +88,17 @@ def _megatron(degrees: Degrees) -> str:
     ]
     if degrees.sequence_length:
         flags.append(f"--seq-length {degrees.sequence_length}")
+    if degrees.context > 1:
+        flags.append(f"--context-parallel-size {degrees.context}")
+    if degrees.expert > 1:
+        flags.append(f"--expert-model-parallel-size {degrees.expert}")
     if degrees.tensor > 1:
         flags.append("--sequence-parallel")
-    if degrees.shard > 1:
+    if degrees.holders > 1:
         flags.append("--use-distributed-optimizer")
-    if degrees.data > 1:
+    if degrees.data * degrees.context > 1:
         flags.append("--overlap-grad-reduce")
-    if degrees.shard > 1:
+    if degrees.holders > 1:
         flags.append("--overlap-param-gather")
     if degrees.dtype in _MIXED:
         flags.append(f"--{_MIXED[degrees.dtype]}")
@@ -99,7 +112,7 @@ def _megatron_bytes(degrees: Degrees, parameters: int) -> float:
     """Return the float32 gradients that every rank holds whole; with weights that a plan of autopar
     has as shards while blocks run again.
     """
-    held = 2 if degrees.recomputes and degrees.shard > 1 else 0
+    held = 2 if degrees.recomputes and degrees.holders > 1 else 0
     return float((_MAIN_GRADIENT_BYTES + held) * parameters)
 
 
@@ -197,11 +210,11 @@ TOOLS = {
     for tool in (
         Tool(
             "megatron", "Megatron-LM of 2025", "megatron.sh", True,
-            _megatron_refuses, _megatron, _megatron_bytes,
+            _megatron_refuses, _megatron, _megatron_bytes, context=True, expert=True,
         ),
         Tool(
             "torchtitan", "torchtitan 000204a4", "job.toml", True,
-            lambda degrees: "", _torchtitan,
+            _torchtitan_refuses, _torchtitan, context=True, expert=True,
         ),
         Tool(
             "accelerate", "accelerate 1.15", "accelerate.yaml", False,
