@@ -28,6 +28,7 @@ from autopar.ir.program import Program, without_autocast
 from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.inspection import Inspection
+from autopar.runtime.local_parts import ParameterParts
 from autopar.runtime.training.call_graphs import CallGraphs
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.initialize import init_weights
@@ -78,6 +79,7 @@ class ParallelState:
         self._places: dict[str, tuple[dict[str, Any], str]] = {}  # registries and names of tensors
         self.watch, self.copies = InputsWatch(name), itertools.count()
         self.clock, self.no_sync = StepClock(), NoSync(module)
+        self.parts = ParameterParts()
 
     def of(self, twin: nn.Module, memo: dict[int, Any]) -> ParallelState:
         """Return the state of a copy of the module, which shares the planned graphs."""
@@ -194,6 +196,11 @@ class ParallelModule(Inspection, nn.Module):
         """Cut whole tensors to this rank's parts before they are loaded."""
         cut_state(self._autopar.stored, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Give back the memory of what `to` and its like replace."""
+        self._autopar.parts.clear()
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def layout(self, name: str) -> Layout:
         """Return the stored layout of a parameter, by any of its names, with the padding that it
@@ -314,8 +321,8 @@ class ParallelModule(Inspection, nn.Module):
         >>> par.shard(x).shape  # a world of one rank keeps all of it
         torch.Size([4, 8])
         """
-        graph, leaves = self._autopar.graphs.graph_for(args, kwargs)
-        args, kwargs = graph.shard(leaves)
+        graph, bound = self._autopar.graphs.graph_for(args, kwargs)
+        args, kwargs = graph.shard(bound.leaves)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def rows(self, count: int | None = None) -> slice:
@@ -431,15 +438,15 @@ class ParallelModule(Inspection, nn.Module):
         state: ParallelState = self._autopar
         try:
             state.stored.has_numbers()
-            graph, leaves = state.graphs.graph_for(args, kwargs)
+            graph, bound = state.graphs.graph_for(args, kwargs)
             if graph.draws and state.seed.renewed():
                 state.watch.agree("a call after torch.manual_seed")
                 state.seed.start(ranks.from_rank_0(torch.initial_seed()))
-            values = graph.values(leaves, state)
+            values = graph.values(bound, state)
         except Exception as error:
             state.watch.count_call((), error)
             raise
-        inputs = (leaves[e.position] for e in graph.user_inputs if e.position is not None)
+        inputs = (bound.leaves[e.position] for e in graph.user_inputs if e.position is not None)
         tensors = (x for x in inputs if isinstance(x, torch.Tensor))
         state.watch.count_call([x for x in tensors if not isinstance(x, DTensor)])
         state.no_sync.before(graph)
