@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -77,6 +78,10 @@ class ParallelState:
         """Start what no copy of a module shares."""
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._places: dict[str, tuple[dict[str, Any], str]] = {}  # registries and names of tensors
+        # of the names that were asked for last: the list, how each is read, and under which name
+        self._names: Sequence[str] = ()
+        self._getters: list[Callable[[str], torch.Tensor | None]] = []
+        self._last_names: list[str] = []
         self.watch, self.copies = InputsWatch(name), itertools.count()
         self.clock, self.no_sync = StepClock(), NoSync(module)
         self.parts = ParameterParts()
@@ -114,14 +119,16 @@ class ParallelState:
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the parameters or buffers of these names."""
-        try:
-            found = [self._places[name] for name in names]
-        except KeyError:
+        if names is not self._names:
+            for name in names:
+                self.tensor(name)
+            places = [self._places[name] for name in names]
+            self._getters = [registry.get for registry, _ in places]
+            self._names, self._last_names = names, [last for _, last in places]
+        found = list(map(operator.call, self._getters, self._last_names))
+        if not all(map(operator.is_not, found, itertools.repeat(None))):
             return [self.tensor(name) for name in names]
-        tensors = [registry.get(last) for registry, last in found]
-        if any(x is None for x in tensors):
-            return [self.tensor(name) for name in names]
-        return cast(list[torch.Tensor], tensors)
+        return cast(list[torch.Tensor], found)
 
     def attribute(self, name: str) -> Any:
         """Return the plain attribute of a module, None where there is none of this name."""
