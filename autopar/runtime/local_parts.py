@@ -61,7 +61,7 @@ class ParameterParts:
         self._stream: Any = None
         self._memory: frozenset[int] = frozenset()  # of the parts
 
-    def kept(self, parameters: Sequence[DTensor], trained: list[bool]) -> list[torch.Tensor] | None:
+    def cached(self, parameters: Sequence[DTensor], trained: list[bool]) -> list[torch.Tensor] | None:
         """Return the parts that were made at an earlier call, None where they are to be made."""
         if (
             self._parts

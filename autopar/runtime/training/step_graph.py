@@ -301,9 +301,9 @@ class StepGraph:
         """Return the rank's own parts of the parameters; raise InputError where these are not as
         planned.
         """
-        kept = owner.parts.kept(parameters, self._trained) if self._keeps_parts else None
-        if kept is not None:
-            return kept
+        cached = owner.parts.cached(parameters, self._trained) if self._keeps_parts else None
+        if cached is not None:
+            return cached
         placings = placings_of(parameters)
         if not self._placings or not all(map(operator.is_, placings, self._placings)):
             for entry, parameter in zip(self.parameters, parameters, strict=True):
