@@ -61,7 +61,9 @@ class ParameterParts:
         self._stream: Any = None
         self._memory: frozenset[int] = frozenset()  # of the parts
 
-    def cached(self, parameters: Sequence[DTensor], trained: list[bool]) -> list[torch.Tensor] | None:
+    def reuse(
+        self, parameters: Sequence[DTensor], trained: list[bool]
+    ) -> list[torch.Tensor] | None:
         """Return the parts that were made at an earlier call, None where they are to be made."""
         if (
             self._parts

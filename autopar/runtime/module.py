@@ -207,7 +207,7 @@ class ParallelModule(Inspection, nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Give back the memory of what `to` and its like replace."""
         self._autopar.parts.clear()
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)
 
     def layout(self, name: str) -> Layout:
         """Return the stored layout of a parameter, by any of its names, with the padding that it

@@ -301,7 +301,7 @@ class StepGraph:
         """Return the rank's own parts of the parameters; raise InputError where these are not as
         planned.
         """
-        cached = owner.parts.cached(parameters, self._trained) if self._keeps_parts else None
+        cached = owner.parts.reuse(parameters, self._trained) if self._keeps_parts else None
         if cached is not None:
             return cached
         placings = placings_of(parameters)
