@@ -313,7 +313,7 @@ def test_below_autograd_nothing_is_recorded() -> None:
     assert (x * 2).requires_grad
 
 
-@covers("put_local", "fit_spec", "storage_key", "placings_of")
+@covers("put_local", "fit_spec", "storage_key", "placings_of", "locals_of")
 def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
     own = torch.zeros(4)
@@ -323,6 +323,7 @@ def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     assert _compat.storage_key(own.clone()) != _compat.storage_key(own)
     placing = _compat.placing_of(x)
     assert _compat.placings_of([x, own]) == [placing, None]
+    assert _compat.locals_of([x, x])[1] is _compat.local_of(x)
     assert _compat.fit_spec(placing, torch.float32) is placing
     fitted = _compat.fit_spec(placing, torch.bool)
     assert _compat.from_part(own > 0, fitted).dtype == torch.bool
@@ -637,13 +638,14 @@ def test_code_can_be_told_that_it_is_exported() -> None:
     assert not any(ask() for ask in asked)
 
 
-@covers("version_of")
+@covers("version_of", "versions_of")
 def test_a_distributed_tensor_counts_its_changes(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,))
     for x in (torch.ones(3), distribute_tensor(torch.ones(3), mesh, [Shard(0)])):
         before = _compat.version_of(x)
         x.add_(1)
         assert _compat.version_of(x) > before
+        assert _compat.versions_of([x]) == [_compat.version_of(x)]
 
 
 class _Halved(torch.autograd.Function):

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch.distributed
@@ -320,14 +321,27 @@ def autograd_step() -> int:
     return -1 if running is None else int(running._sequence_nr())
 
 
+_LOCAL, _VERSION = attrgetter("_local_tensor"), attrgetter("_version")
+
+
 def local_of(x: DTensor) -> torch.Tensor:
     """The rank's own part, the tensor itself, without an autograd function."""
     return x._local_tensor
 
 
+def locals_of(xs: Sequence[DTensor]) -> list[torch.Tensor]:
+    """The rank's own part of each DTensor, as `local_of`."""
+    return list(map(_LOCAL, xs))
+
+
 def version_of(x: torch.Tensor) -> int:
     """How often x was written into so far: what autograd holds saved tensors against."""
     return x._version
+
+
+def versions_of(xs: Sequence[torch.Tensor]) -> list[int]:
+    """How often each was written into so far."""
+    return list(map(_VERSION, xs))
 
 
 def placing_of(x: DTensor) -> DTensorSpec:
@@ -434,6 +448,7 @@ __all__ = [
     "in_backward",
     "inductor_decompositions",
     "local_of",
+    "locals_of",
     "masks_as_given",
     "modes_on",
     "name_of_calls",
@@ -462,6 +477,7 @@ __all__ = [
     "unregister_process_group",
     "unwrapped",
     "version_of",
+    "versions_of",
     "without_modes",
     "without_torch_functions",
 ]

@@ -94,9 +94,9 @@ def digest(x: torch.Tensor) -> torch.Tensor:
     words, trailing = _words(x)
     weights = _weights(x.device)
     full = words.numel() // _COLUMNS * _COLUMNS
-    columns = words[:full].view(-1, _COLUMNS).sum(0) if full else words[:0]
-    total = (columns * weights[: columns.numel()]).sum()
-    total = total + (words[full:] * weights[: words.numel() - full]).sum()
+    total = (words[full:] * weights[: words.numel() - full]).sum()
+    if full:
+        total = total + (words[:full].view(-1, _COLUMNS).sum(0) * weights).sum()
     return total + (trailing * weights[-trailing.numel() :]).sum() if trailing.numel() else total
 
 

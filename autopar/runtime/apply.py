@@ -3,23 +3,22 @@
 Rank 0 plans and sends its plan to all (`agree_on_request`, `plan_on_rank_0`); the model's tensors
 are checked against those that it was planned with (`current_tensors`); process groups are opened
 and the graph gets what runs it (`build_runner`); layouts become DTensor placements (`placements`,
-`local_parts`). `api.apply`, `api.parallelize`, module.py and dynamo_backend.py call it.
+`to_dtensor`). `api.apply`, `api.parallelize`, module.py and dynamo_backend.py call it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from autopar._compat import from_part, local_of, nan_checks, placing_of, version_of
+from autopar._compat import nan_checks
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.garbage import without_collection
@@ -53,7 +52,6 @@ from autopar.planner.planner import (
 from autopar.planner.request import Layouts, Outputs, PlanRequest
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
-from autopar.runtime.parallel_tensor import become_parallel
 from autopar.world import World, ranks, store
 from autopar.world.world import running_world, say_once
 
@@ -273,97 +271,6 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(unit)
         unit *= size
     return tuple(reversed(strides))
-
-
-def to_local(values: list[Any]) -> list[Any]:
-    """Return the values with the rank's local tensors in place of DTensors. Where there are any,
-    gradients of gradients are refused for all values.
-    """
-    places = [place for place, value in enumerate(values) if isinstance(value, DTensor)]
-    for place, part in zip(places, local_parts([values[place] for place in places]), strict=True):
-        values[place] = part
-    recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    for place, value in enumerate(values if places and recorded else ()):
-        if place not in places and isinstance(value, torch.Tensor) and value.requires_grad:
-            values[place] = value.view_as(value)
-            values[place].register_hook(lambda gradient: _first_order([gradient])[0])
-    return values
-
-
-def local_parts(xs: Sequence[DTensor]) -> list[torch.Tensor]:
-    """Return `to_local` of each DTensor, differentiably: the gradients are DTensors with the same
-    placements.
-
-    One autograd function serves all of them, as one for each takes as long as a small op; the
-    gradients arrive together, at the end. The backward raises RuntimeError where one of xs was
-    changed in place since the forward, as autograd does: a DTensor counts such changes, its local
-    tensor does not.
-    """
-    if torch.compiler.is_compiling():
-        return [x.to_local(grad_placements=x.placements) for x in xs]
-    trained = [x for x in xs if x.requires_grad] if torch.is_grad_enabled() else []
-    if not trained:
-        return [local_of(x) for x in xs]
-    parts = iter(_LocalParts.apply(xs, *trained))
-    return [next(parts) if x.requires_grad else local_of(x) for x in xs]
-
-
-class _LocalParts(Function):
-    @staticmethod
-    def forward(ctx: Any, tensors: Sequence[DTensor], *xs: DTensor) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.versions = [(x, version_of(x)) for x in tensors]
-        ctx.placings = [placing_of(x) for x in xs]
-        parts = [local_of(x) for x in xs]
-        # autograd marks the tensors that a forward returns
-        return tuple(part.detach() for part in parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        for x, before in ctx.versions:
-            if version_of(x) != before:
-                raise _changed_error(x)
-        with torch.no_grad():
-            gradients = [
-                None if grad is None else become_parallel(from_part(grad.contiguous(), placing))
-                for grad, placing in zip(grads, ctx.placings, strict=True)
-            ]
-        twice = any(grad is not None and grad.requires_grad for grad in grads)
-        return (None, *(_first_order(gradients) if twice else gradients))
-
-
-def _first_order(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Return gradients of which no gradient can be taken: that raises InputError."""
-    if not torch.is_grad_enabled():  # create_graph=True enables it in a backward
-        return list(gradients)
-    leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
-    refused = iter(_NoSecondOrder.apply(*(x for x in leaves if x is not None)))
-    return [None if x is None else next(refused) for x in leaves]
-
-
-class _NoSecondOrder(Function):
-    @staticmethod
-    def forward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(gradient.view_as(gradient) for gradient in gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise InputError(
-            "a gradient of a gradient was asked for (create_graph=True) of what a parallel model "
-            "computes, and its backward is a graph that autograd cannot differentiate again. Take "
-            "the first derivative in the model's forward, with torch.autograd.grad(…, "
-            "create_graph=True), so that it is planned and differentiated with the rest; or take "
-            "this penalty of the original model, before it is parallelized"
-        )
-
-
-def _changed_error(x: DTensor) -> RuntimeError:
-    what = "a parameter" if isinstance(x, torch.nn.Parameter) else "an input"
-    return RuntimeError(
-        f"{what} of shape {tuple(x.shape)} has been modified by an inplace operation between the "
-        "forward and the backward of the parallel model, which computes with its new values: take "
-        "the optimizer's step after backward(), or change a clone of it"
-    )
 
 
 def plan_context(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import operator
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
@@ -28,6 +29,7 @@ from autopar.ir.program import Program, without_autocast
 from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.inspection import Inspection
+from autopar.runtime.local_parts import ParameterParts
 from autopar.runtime.training.call_graphs import CallGraphs
 from autopar.runtime.training.data import Loader, RowSampler, RowShare, row_sampler
 from autopar.runtime.training.initialize import init_weights
@@ -76,8 +78,13 @@ class ParallelState:
         """Start what no copy of a module shares."""
         self._modules = dict(module.named_modules(remove_duplicate=False))
         self._places: dict[str, tuple[dict[str, Any], str]] = {}  # registries and names of tensors
+        # of the names that were asked for last: the list, how each is read, and under which name
+        self._names: Sequence[str] = ()
+        self._getters: list[Callable[[str], torch.Tensor | None]] = []
+        self._last_names: list[str] = []
         self.watch, self.copies = InputsWatch(name), itertools.count()
         self.clock, self.no_sync = StepClock(), NoSync(module)
+        self.parts = ParameterParts()
 
     def of(self, twin: nn.Module, memo: dict[int, Any]) -> ParallelState:
         """Return the state of a copy of the module, which shares the planned graphs."""
@@ -112,14 +119,16 @@ class ParallelState:
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the parameters or buffers of these names."""
-        try:
-            found = [self._places[name] for name in names]
-        except KeyError:
+        if names is not self._names:
+            for name in names:
+                self.tensor(name)
+            places = [self._places[name] for name in names]
+            self._getters = [registry.get for registry, _ in places]
+            self._names, self._last_names = names, [last for _, last in places]
+        found = list(map(operator.call, self._getters, self._last_names))
+        if not all(map(operator.is_not, found, itertools.repeat(None))):
             return [self.tensor(name) for name in names]
-        tensors = [registry.get(last) for registry, last in found]
-        if any(x is None for x in tensors):
-            return [self.tensor(name) for name in names]
-        return cast(list[torch.Tensor], tensors)
+        return cast(list[torch.Tensor], found)
 
     def attribute(self, name: str) -> Any:
         """Return the plain attribute of a module, None where there is none of this name."""
@@ -194,6 +203,11 @@ class ParallelModule(Inspection, nn.Module):
         """Cut whole tensors to this rank's parts before they are loaded."""
         cut_state(self._autopar.stored, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Give back the memory of what `to` and its like replace."""
+        self._autopar.parts.clear()
+        return super()._apply(fn, recurse)
 
     def layout(self, name: str) -> Layout:
         """Return the stored layout of a parameter, by any of its names, with the padding that it
@@ -314,8 +328,8 @@ class ParallelModule(Inspection, nn.Module):
         >>> par.shard(x).shape  # a world of one rank keeps all of it
         torch.Size([4, 8])
         """
-        graph, leaves = self._autopar.graphs.graph_for(args, kwargs)
-        args, kwargs = graph.shard(leaves)
+        graph, bound = self._autopar.graphs.graph_for(args, kwargs)
+        args, kwargs = graph.shard(bound.leaves)
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def rows(self, count: int | None = None) -> slice:
@@ -431,15 +445,15 @@ class ParallelModule(Inspection, nn.Module):
         state: ParallelState = self._autopar
         try:
             state.stored.has_numbers()
-            graph, leaves = state.graphs.graph_for(args, kwargs)
+            graph, bound = state.graphs.graph_for(args, kwargs)
             if graph.draws and state.seed.renewed():
                 state.watch.agree("a call after torch.manual_seed")
                 state.seed.start(ranks.from_rank_0(torch.initial_seed()))
-            values = graph.values(leaves, state)
+            values = graph.values(bound, state)
         except Exception as error:
             state.watch.count_call((), error)
             raise
-        inputs = (leaves[e.position] for e in graph.user_inputs if e.position is not None)
+        inputs = (bound.leaves[e.position] for e in graph.user_inputs if e.position is not None)
         tensors = (x for x in inputs if isinstance(x, torch.Tensor))
         state.watch.count_call([x for x in tensors if not isinstance(x, DTensor)])
         state.no_sync.before(graph)

@@ -13,16 +13,18 @@ not know run on the whole tensor, on every rank alike, and each rank keeps its o
 be silently wrong raises InputError: a rank's part that is pickled as if it were the whole, and a
 plain tensor in the same op.
 
-runtime/training/module_tree.py makes parameters of them; runtime/apply.py gives them gradients.
+runtime/training/module_tree.py makes parameters of them, runtime/local_parts.py gives them
+gradients.
 """
 
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -53,6 +55,16 @@ SAVE_WHOLE = (
 )
 
 
+class Holder(Protocol):
+    """Who keeps the parts of parameters between calls."""
+
+    def clear(self) -> None:
+        """Let go of them, as a parameter has others now."""
+
+
+HOLDERS: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
 class ParallelTensor(DTensor):
     """A DTensor whose `data` and `grad` can be assigned, whose views can be written to, and which
     is not pickled in part. See the module docstring.
@@ -79,6 +91,8 @@ class ParallelTensor(DTensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         put_local(self, self._as_stored(value, "data"))
+        for holder in HOLDERS:
+            holder.clear()
 
     @property
     def grad(self) -> torch.Tensor | None:

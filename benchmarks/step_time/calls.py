@@ -71,8 +71,8 @@ def measure(width: int, rows: int, tokens: int, times: int) -> dict[str, Any]:
     for _ in range(4):
         step()
     step_s = (time.perf_counter() - began) / 4
-    graph, leaves = state.graphs.graph_for((), batch)
-    run, results = graph.run, graph.run(*graph.values(leaves, state))
+    graph, bound = state.graphs.graph_for((), batch)
+    run, results = graph.run, graph.run(*graph.values(bound, state))
     results = [x.detach() if isinstance(x, torch.Tensor) else x for x in results]
     graph.run = lambda *values: results
     seconds_of(lambda: par(**batch), 20)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.runtime.training.call_graphs import CallGraphs
-from autopar.runtime.training.step_graph import StepGraph
+from autopar.runtime.training.step_graph import Bound, StepGraph
 
 from .case import Case
 from .habits import Session
@@ -88,10 +88,10 @@ def _trained(
     called: list[StepGraph] = []
     graph_for = CallGraphs.graph_for
 
-    def spy(graphs: CallGraphs, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
-        graph, leaves = graph_for(graphs, args, kwargs)
+    def spy(graphs: CallGraphs, args: Any, kwargs: Any) -> tuple[StepGraph, Bound]:
+        graph, bound = graph_for(graphs, args, kwargs)
         called.append(graph)
-        return graph, leaves
+        return graph, bound
 
     def call(act: Callable[[], list[Any]]) -> list[Any]:
         called.clear()

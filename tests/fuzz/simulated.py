@@ -19,6 +19,7 @@ from torch import Tensor
 
 import autopar
 from autopar import api, errors
+from autopar.ir.padding import Pad, cut_unpadded, filled_up
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.sharded import draws
@@ -204,12 +205,15 @@ class _Rank:
         tensor = self.whole[entry.target].detach()
         if entry.kind != "parameter":
             return tensor.clone()
-        own = self.program.layouts[entry.node].cut(tensor, self.coordinate).clone()
+        layout, pads = self.program.layouts[entry.node], self.program.pads(entry.node)
+        own = cut_unpadded(layout, tensor, pads, self.coordinate).clone()
         return own.requires_grad_(entry.trainable)
 
     def _feed(self, entry: Input, step: int) -> Any:
         if entry.kind == "seed":
             return torch.tensor((step + 1) * 1_000_000)
+        if entry.kind == "parameter":  # its padding is no part of what a rank holds
+            return filled_up(self.held[entry.node], self.program.layouts[entry.node].local_shape)
         if entry.kind != "user":
             return self.held[entry.node]
         assert entry.position is not None
@@ -286,6 +290,7 @@ class _Cut:
         self, program: Program, coordinate: dict[str, int], built: Built, expected: Trained
     ) -> None:
         signature, self.coordinate = program.signature, coordinate
+        self.pads: dict[str, tuple[Pad, ...]] = {}
         outputs = [o.node for o in signature.outputs if o.kind == "user"]
         self.layouts = {
             f"outputs[{i + step * len(outputs)}]": program.layouts[node]
@@ -297,6 +302,7 @@ class _Cut:
             if entry.kind == "parameter":
                 for what in ("gradients", "parameters"):
                     self.layouts[f"{what}[{entry.target!r}]"] = program.layouts[entry.node]
+                    self.pads[f"{what}[{entry.target!r}]"] = program.pads(entry.node)
             if entry.kind == "user":
                 name = f"gradients['inputs[{entry.position}]']"
                 self.layouts[name] = program.layouts[entry.node]
@@ -305,4 +311,4 @@ class _Cut:
         layout = self.layouts.get(name)
         if layout is None or not isinstance(whole, Tensor):
             return whole
-        return layout.cut(whole, self.coordinate)
+        return cut_unpadded(layout, whole, self.pads.get(name, ()), self.coordinate)

@@ -252,3 +252,24 @@ def test_the_backward_of_a_convolution_is_convolutions(dims: int, transposed: bo
         given = (gradient, x, weight, [6], *how, groups, [True, True, True])
         found = derivative_ops.written_with_others(aten.convolution_backward.default)(*given)
         torch.testing.assert_close(found, aten.convolution_backward(*given))
+
+
+class Recurrent(nn.Module):
+    """Two layers of an LSTM, whose kernel for float32 has an operator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(3, 4, num_layers=2, batch_first=True), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.head(self.rnn(x)[0][:, -1]).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force.square().mean()
+
+
+@pytest.mark.parametrize("layout", ["auto", "fsdp"])
+def test_a_recurrent_net_may_be_differentiated(layout: str) -> None:
+    enabled = torch.backends.mkldnn.enabled
+    autopar.verify(Recurrent(), 2, (torch.randn(4, 3, 3),), layout=layout)
+    assert torch.backends.mkldnn.enabled == enabled

@@ -109,8 +109,7 @@ def graph_below_autograd(
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         return [*tensors, *(now[name] for name in facts["assigned"])]
 
-    # cuDNN's norms and recurrent layers are operators of their own, without second derivatives.
-    with node_meta.preserve_node_meta(), torch.backends.cudnn.flags(enabled=False):
+    with node_meta.preserve_node_meta(), _without_fused_layers():
         record = make_fx(run, record_stack_traces=True)
         module = record(*held.values(), *inputs)
     _join_saved(module.graph)
@@ -120,6 +119,21 @@ def graph_below_autograd(
     buffers = dict(model.named_buffers())
     fixed = {p: n for p, n in zip(placeholders, names, strict=True) if n not in buffers}
     return BelowAutograd(module, list(held), **facts, fixed=fixed)
+
+
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """Let norms and recurrent layers run as operators with derivatives of every order: cuDNN's
+    have no second one, and oneDNN's LSTM takes no float64 besides.
+    """
+    onednn: Any = torch.backends.mkldnn
+    before = bool(onednn.enabled)
+    try:
+        onednn.enabled = False
+        with torch.backends.cudnn.flags(enabled=False):
+            yield
+    finally:
+        onednn.enabled = before
 
 
 def twice_differentiable() -> AbstractContextManager[None]:

@@ -13,8 +13,8 @@ nothing is moved or copied; a dim that an axis does not divide leaves that axis 
 change from call to call become inputs of the graph where forward computes with them alone
 (runtime/training/numbers.py). At most MOST graphs are kept besides the first one, the oldest goes.
 
-A call enters `CallGraphs.graph_for`, a StepGraph and the leaves of the call leave. All ranks call
-it together: runtime/module.py.
+A call enters `CallGraphs.graph_for`, a StepGraph and what it takes of the call leave. All ranks
+call it together: runtime/module.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.runtime.training.module_state import ModuleState
 from autopar.runtime.training.module_tree import OriginalRoot, as_written
 from autopar.runtime.training.numbers import Number, changed_numbers, traced_with_inputs
-from autopar.runtime.training.step_graph import CallKind, Owner, StepGraph
+from autopar.runtime.training.step_graph import Bound, CallKind, Owner, StepGraph
 from autopar.world import ranks
 from autopar.world.world import say_once
 
@@ -86,10 +86,10 @@ class CallGraphs:
         twin._states = {graph: state.of(module) for graph, state in self._states.items()}
         return twin
 
-    def graph_for(self, args: Any, kwargs: Any) -> tuple[StepGraph, list[Any]]:
-        """Return the graph for a call, planned if it is the first of its kind, and the call's
-        leaves. Collective where it is. Raises what `plan` raises, and InputError where a submodule
-        was replaced or hooked.
+    def graph_for(self, args: Any, kwargs: Any) -> tuple[StepGraph, Bound]:
+        """Return the graph for a call, planned if it is the first of its kind, and what it takes of
+        the call. Collective where it is. Raises what `plan` raises, and InputError where a
+        submodule was replaced or hooked.
         """
         if tampered := self._states[self.first].tampered():
             raise InputError(
@@ -99,13 +99,13 @@ class CallGraphs:
             )
         training = self._module.training
         for graph in (self.first, *self.others):
-            leaves = graph.bind(args, kwargs, training, self._owner)
-            if leaves is not None and self._states[graph].holds():
-                return graph, leaves
+            bound = graph.bind(args, kwargs, training, self._owner)
+            if bound is not None and self._states[graph].holds():
+                return graph, bound
         graph = self._new_graph(args, kwargs)
-        leaves = graph.bind(args, kwargs, training, self._owner)
-        assert leaves is not None
-        return graph, leaves
+        bound = graph.bind(args, kwargs, training, self._owner)
+        assert bound is not None
+        return graph, bound
 
     @contextmanager
     def bare_model(self) -> Iterator[nn.Module]:

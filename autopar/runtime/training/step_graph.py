@@ -36,7 +36,14 @@ from autopar.ops.devices import default_generator, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import as_planned_call
-from autopar.runtime.apply import placements, to_dtensor, to_local
+from autopar.runtime.apply import placements, to_dtensor
+from autopar.runtime.local_parts import (
+    ParameterParts,
+    are_trained,
+    local_parts,
+    require_unchanged,
+    to_local,
+)
 from autopar.runtime.profiler import MeasuredStep, backward, measure_step, phase, restore_after
 from autopar.world import ranks
 
@@ -117,7 +124,11 @@ class CallKind(NamedTuple):
 
 
 class Owner(Protocol):
-    """The module that a graph runs for, whose tensors it reads at every call."""
+    """The module that a graph runs for, whose tensors it reads at every call. `parts`: the rank's
+    own parts of its parameters.
+    """
+
+    parts: ParameterParts
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer of this name."""
@@ -127,6 +138,15 @@ class Owner(Protocol):
 
     def attribute(self, name: str) -> Any:
         """Return the plain attribute of this name."""
+
+
+class Bound(NamedTuple):
+    """A call of a graph: the leaves of its arguments in the planned order, and the module's
+    parameters as they are now.
+    """
+
+    leaves: list[Any]
+    parameters: list[torch.Tensor]
 
 
 class StepGraph:
@@ -165,6 +185,14 @@ class StepGraph:
             if entry.kind == "parameter" and program.pads(entry.node) and coordinate
         }
         self._trained = [entry.trainable for entry in self.parameters]
+        # what is no parameter; for each placeholder, its place among parameters and then others
+        self._others = [e for e in program.signature.inputs if e.kind != "parameter"]
+        places = {e.node: place for place, e in enumerate([*self.parameters, *self._others])}
+        self._order = [places[entry.node] for entry in program.signature.inputs]
+        self._followed: list[Any] = []  # the DTensors of the call that is under way
+        # what the user is handed as it is may get hooks, which are for that call alone
+        nodes = {entry.node for entry in self.parameters}
+        self._keeps_parts = not any(o.node in nodes for o in program.signature.outputs)
         self._mutated = {o.target for o in program.signature.outputs if o.kind == "mutation"}
         # the rank's coordinates and the constants of the graph, and which attribute each has been
         self._own: dict[str, torch.Tensor] = {}
@@ -211,10 +239,10 @@ class StepGraph:
         ]
 
     # -- inputs ------------------------------------------------------------------------------------
-    def bind(self, args: Any, kwargs: Any, training: bool, owner: Owner) -> list[Any] | None:
-        """Return the leaves of a call in the planned order, None where this graph is not for it: in
-        another mode, with other arguments, or where other parameters are trained. What the
-        modules hold is compared by ModuleState.
+    def bind(self, args: Any, kwargs: Any, training: bool, owner: Owner) -> Bound | None:
+        """Return what the graph takes of a call, None where this graph is not for it: in another
+        mode, with other arguments, or where other parameters are trained. What the modules hold is
+        compared by ModuleState.
         """
         if training != self.signature.training or not self._under_planned_autocast():
             return None
@@ -228,12 +256,11 @@ class StepGraph:
             return None
         if not all(self._fits(entry, leaves[entry.position or 0]) for entry in self.user_inputs):
             return None
+        parameters = owner.tensors(self._names)
         # on one rank gradients are summed over nothing, and autograd follows whatever is trained
-        if recorded and self.coordinate:
-            trained = [parameter.requires_grad for parameter in owner.tensors(self._names)]
-            if trained != self._trained:
-                return None
-        return leaves
+        if recorded and self.coordinate and are_trained(parameters) != self._trained:
+            return None
+        return Bound(leaves, parameters)
 
     def _under_planned_autocast(self) -> bool:
         kinds = (self.device.type, *(kind for kind, _ in self.autocast))
@@ -251,32 +278,42 @@ class StepGraph:
             and not (value.requires_grad and not entry.trainable and torch.is_grad_enabled())
         )
 
-    def values(self, leaves: list[Any], owner: Owner) -> list[Any]:
+    def values(self, bound: Bound, owner: Owner) -> list[Any]:
         """Return the values of the graph's placeholders: the rank's own part of everything. Raises
         InputError for an input or a gradient that was not planned.
         """
-        parameters = iter(self._parameters_of(owner))
-        values = [
-            next(parameters) if entry.kind == "parameter" else self._feed(entry, leaves, owner)
-            for entry in self.signature.inputs
-        ]
+        parts = self._parts_of(bound.parameters, owner)
+        others = [self._feed(entry, bound.leaves, owner) for entry in self._others]
         for _ in range(getattr(self.run, "count", 1) - 1):  # every micro-batch drops others
-            seeds = (e for e in self.signature.inputs if e.kind == "seed")
-            values += [self._feed(entry, leaves, owner) for entry in seeds]
-        values = to_local(values)
+            seeds = (e for e in self._others if e.kind == "seed")
+            others += [self._feed(entry, bound.leaves, owner) for entry in seeds]
+        if self.coordinate:
+            dtensors = (x for x in others if isinstance(x, DTensor))
+            self._followed = [*bound.parameters, *dtensors]
+            others = to_local(others, first_order=bool(parts))
+        values = [*parts, *others]
+        values[: len(self._order)] = [values[place] for place in self._order]
         for place, shape in self._padded.items():  # ranks whose part is full change nothing
             values[place] = filled_up(values[place], shape)
         return values
 
-    def _parameters_of(self, owner: Owner) -> list[torch.Tensor]:
-        """Return the parameters of the owner, as they are planned; else raise InputError."""
-        parameters = owner.tensors(self._names)
+    def _parts_of(self, parameters: list[Any], owner: Owner) -> list[torch.Tensor]:
+        """Return the rank's own parts of the parameters; raise InputError where these are not as
+        planned.
+        """
+        cached = owner.parts.reuse(parameters, self._trained) if self._keeps_parts else None
+        if cached is not None:
+            return cached
         placings = placings_of(parameters)
         if not self._placings or not all(map(operator.is_, placings, self._placings)):
             for entry, parameter in zip(self.parameters, parameters, strict=True):
                 self._refuse_other_parameter(entry, parameter)
             self._placings = placings  # those of the same tensors stay the same objects
-        return parameters
+        if not self.coordinate:
+            return parameters
+        if not self._keeps_parts:
+            return local_parts(parameters)
+        return owner.parts.of(parameters, self._trained)
 
     def _feed(self, entry: Input, leaves: list[Any], owner: Owner) -> Any:
         if entry.kind == "user":
@@ -386,6 +423,10 @@ class StepGraph:
         """Return what the model returns, of what the graph returned; new values of buffers are
         written into the owner's.
         """
+        followed, self._followed = self._followed, []
+        if followed and torch.is_grad_enabled():
+            require_unchanged(results, followed)
+            owner.parts.release(results)
         remaining = iter(results)
         leaves = []
         for output in self.signature.outputs:
@@ -429,16 +470,16 @@ def timelines(module: Any, times: int, args: Any, kwargs: Any) -> list[MeasuredS
         )
     ranks.agree("call", str(CallKind.of(module.training, device, args, kwargs)))
     state = module._autopar
-    graph, leaves = state.graphs.graph_for(args, kwargs)
-    ranks.together("reading the inputs", lambda: graph.values(leaves, state))
+    graph, bound = state.graphs.graph_for(args, kwargs)
+    ranks.together("reading the inputs", lambda: graph.values(bound, state))
     with restore_after(module):
-        return measure_step(graph.run, lambda run: _step(module, graph, run, leaves), times)
+        return measure_step(graph.run, lambda run: _step(module, graph, run, bound), times)
 
 
-def _step(module: Any, graph: StepGraph, run: Callable[..., Any], leaves: list[Any]) -> None:
+def _step(module: Any, graph: StepGraph, run: Callable[..., Any], bound: Bound) -> None:
     module.zero_grad()
     with phase("forward"):
-        values = graph.values(leaves, module._autopar)
+        values = graph.values(bound, module._autopar)
         with without_autocast(graph.autocast):
             results = graph.outputs(run(*values), module._autopar)
     with phase("backward"):
