@@ -73,7 +73,8 @@ def test_the_first_screen_has_the_plans_figures(plan: Plan, gathered: facts.Fact
 
 def test_the_named_layouts_are_those_of_a_plan_of_each(plan: Plan, gathered: facts.Facts) -> None:
     others = {other.layout: other for other in gathered.others}
-    assert set(others) == set(alternatives.NAMED)
+    # it has neither experts nor a long causal sequence
+    assert set(others) == set(alternatives.NAMED) - {"ep", "cp"}
     fsdp = autopar.plan(model(), WORLD, INPUTS, "fsdp", smaller=False)
     assert others["fsdp"].seconds == fsdp.overlapped
     assert others["fsdp"].peak_bytes == fsdp.peak_bytes
