@@ -19,7 +19,6 @@ from typing import Literal
 import torch
 
 from autopar.cost.memory import Budget
-from autopar.ir.band import LONG
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -210,12 +209,17 @@ Outputs = Literal["replicated", "sharded"]
 Microbatches = int | Literal["auto"]
 
 
+# Tokens: "auto" looks for contexts in longer sequences alone, since that takes a search longer, and
+# those of shorter ones seldom pay.
+_LONG_FOR_AUTO = 8192
+
+
 def _strided_from(layout: Layouts) -> int | None:
     match layout:
         case "cp":
             return 2
         case "auto":
-            return LONG
+            return _LONG_FOR_AUTO
         case GridContext():
             return 2 if layout.strided else None
         case Mapping():
@@ -252,7 +256,7 @@ class PlanRequest:
         stride, None for no sequence.
 
         >>> [PlanRequest(name).strided_from for name in ("cp", "auto", "fsdp")]
-        [2, 2048, None]
+        [2, 8192, None]
         """
         return self.plan_strided_from if self.layout is None else _strided_from(self.layout)
 
