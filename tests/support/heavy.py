@@ -12,16 +12,19 @@ import pytest
 
 UNMATCHED = pytest.StashKey[list[str]]()
 HEAVY = (Path(__file__).parent / "heavy.txt").read_text().splitlines()
+_NAMES = {line for line in HEAVY if "*" not in line}
+_PATTERNS = {
+    line: re.compile(re.escape(line).replace(r"\*", ".*")) for line in HEAVY if "*" in line
+}
 
 
 def unmatched(names: list[str]) -> list[str]:
     """Lines that name no test any more."""
-    return [line for line in HEAVY if not any(re.fullmatch(_pattern(line), n) for n in names)]
+    patterns = [
+        line for line, pattern in _PATTERNS.items() if not any(map(pattern.fullmatch, names))
+    ]
+    return sorted([*_NAMES.difference(names), *patterns])
 
 
 def heavy(name: str) -> bool:
-    return any(re.fullmatch(_pattern(line), name) for line in HEAVY)
-
-
-def _pattern(line: str) -> str:
-    return re.escape(line).replace(r"\*", ".*")
+    return name in _NAMES or any(pattern.fullmatch(name) for pattern in _PATTERNS.values())
