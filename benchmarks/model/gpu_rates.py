@@ -33,12 +33,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from autopar.cost.compute import (
-    ATTENTION_BACKWARD,
     attention_seconds,
     matmul_seconds,
     optimizer_seconds_of,
 )
-from autopar.ir.sharding_rule import Attends
+from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends
 from autopar.world import Device, World
 from autopar.world.machines import GPUS, known
 

@@ -203,7 +203,7 @@ def test_what_is_timed_is_the_attention_that_is_said(
     work, forward = timing.attention(case, torch.device("cpu"))
     forward()
     (samples, heads, keys, size), causal = given[-1]
-    assert (keys, size, causal) == shape
+    assert Attends(keys, size, causal) == shape
     assert work == 4 * samples * heads * keys * keys * size / (2 if causal else 1) >= 2.0**26
     more, backward = timing.attention(case._replace(backward=True), torch.device("cpu"))
     assert more == 2.5 * work and len(given) == 2

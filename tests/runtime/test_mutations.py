@@ -305,8 +305,9 @@ def undivided_gradient(ctx: Any, grad: Tensor) -> Any:
 
 
 def swapped_in_another_order(ctx: Any, grad: Tensor) -> Any:
-    gathered, scattered, inner, *rest = ctx.facts
-    return autograd._swap(grad, gathered, scattered, 1 if inner > 1 else 2, *rest), *none(7)
+    gathered, scattered, *rest = ctx.facts
+    right = autograd._swap(grad, gathered, scattered, *rest)
+    return right.flip((gathered, scattered)), *none(7)
 
 
 def not_a_number(ctx: Any, grad: Tensor) -> Any:
