@@ -147,7 +147,7 @@ class Annotations:
     `replicated_parameters`: every rank stores all parameters unsharded. `replicated_outputs`:
     every rank returns unsharded outputs. `strided_from`: sequences of so many tokens or more that
     attention by positions reads have an inner atom, so that an axis may take every n-th run of
-    tokens; None where there are none.
+    tokens; None where there are none. `unsplit_queries`: causal attention keeps its queries whole.
     """
 
     specs: dict[str, OpShardingRule]
@@ -167,6 +167,7 @@ class Annotations:
     replicated_parameters: bool = False
     replicated_outputs: bool = False
     strided_from: int | None = None
+    unsplit_queries: bool = False
     # Whether a node carries a gradient, as ir/graph.py found: every search asks for all nodes.
     carrying: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
 

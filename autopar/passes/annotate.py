@@ -84,6 +84,22 @@ def annotate(program: Program, strided_from: int | None = None) -> Program:
     return dataclasses.replace(program, annotations=annotations)
 
 
+def with_unsplit_queries(program: Program) -> Program:
+    """Return the annotated program with the queries of causal attention never split. Where they are
+    short that seldom pays, and a search among more options takes longer and proves less.
+    """
+    notes = program.annotations
+    assert notes is not None
+    specs = {
+        name: dataclasses.replace(spec, whole=spec.whole | {"q"})
+        if spec.attends is not None and spec.attends.causal and spec.attends.share is None
+        else spec
+        for name, spec in notes.specs.items()
+    }
+    notes = dataclasses.replace(notes, specs=specs, unsplit_queries=True)
+    return dataclasses.replace(program, annotations=notes)
+
+
 def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
     """Return the annotated program with its gradients to be summed over ranks in `dtype`."""
     assert program.annotations is not None

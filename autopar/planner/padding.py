@@ -266,6 +266,7 @@ def _annotated(program: Program, sizes: Sizes) -> Program:
     padded = pad(program, sizes)
     check(padded)
     padded = annotate.annotate(padded, before.strided_from)
+    padded = annotate.with_unsplit_queries(padded) if before.unsplit_queries else padded
     assert padded.annotations is not None
     notes = dataclasses.replace(
         padded.annotations,

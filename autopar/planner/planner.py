@@ -201,6 +201,9 @@ def analyse(manager: PassManager, program: Program, request: PlanRequest | None 
     program = manager.run("masks", program, masks.masks, masks.check)
     cut = partial(annotate.annotate, strided_from=request.strided_from)
     program = manager.run("annotate", program, cut, annotate.check)
+    assert program.annotations is not None
+    if request.layout == "auto" and program.annotations.strided_from is None:
+        program = annotate.with_unsplit_queries(program)
     program = annotate.reduced_in(program, request.reduce_dtype)
     replicated_outputs = request.outputs == "replicated"
     program = annotate.replicate(program, request.replicated_parameters, replicated_outputs)

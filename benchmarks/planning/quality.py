@@ -46,10 +46,11 @@ from autopar.ir.layout import SUMS
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
-from autopar.passes import annotate, emit_program, trace
+from autopar.passes import emit_program, trace
+from autopar.passes.pass_manager import PassManager
 from autopar.planner.deep_models import ShortenedModel
 from autopar.planner.overlap_search import simulate_plan
-from autopar.planner.planner import fastest_plans
+from autopar.planner.planner import analyse, fastest_plans
 from autopar.planner.request import PlanRequest
 from autopar.world import Device, Level, Measured
 from autopar.world.machines import (
@@ -122,8 +123,8 @@ def planned(
 ) -> Planned:
     """`again`: searched as if products' weights in blocks were gathered again in the backward."""
     model, inputs = made
-    program = annotate.reduced_in(annotate.annotate(trace.trace(model, inputs, {})), dtype)
-    program = annotate.chains(program)
+    request = PlanRequest("auto", reduce_dtype=dtype)
+    program = analyse(PassManager(), trace.trace(model, inputs, {}), request)
     fetching = regather_weights(program)
     assert fetching.annotations is not None
     program = emit_program(chosen(fetching if again else program, world, mesh), world)
@@ -259,7 +260,7 @@ def block() -> dict[str, float]:
 def hidden() -> dict[str, dict[str, float]]:
     """The GPT's plans, the shortest simulated step first; one of them has the least sum."""
     model, inputs = small_gpt()
-    program = annotate.chains(annotate.annotate(trace.trace(model, inputs, {})))
+    program = analyse(PassManager(), trace.trace(model, inputs, {}))
     model = ShortenedModel(program, world := cluster())
     return {
         f"plan {number}": {
