@@ -322,6 +322,7 @@ def autograd_step() -> int:
 
 
 _LOCAL, _VERSION = attrgetter("_local_tensor"), attrgetter("_version")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 def local_of(x: DTensor) -> torch.Tensor:
@@ -341,7 +342,14 @@ def version_of(x: torch.Tensor) -> int:
 
 def versions_of(xs: Sequence[torch.Tensor]) -> list[int]:
     """How often each was written into so far."""
-    return list(map(_VERSION, xs))
+    with without_torch_functions():  # looking for one takes most of the time
+        return list(map(_VERSION, xs))
+
+
+def are_trained(xs: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each requires a gradient."""
+    with without_torch_functions():
+        return list(map(_REQUIRES_GRAD, xs))
 
 
 def placing_of(x: DTensor) -> DTensorSpec:
@@ -424,6 +432,7 @@ __all__ = [
     "TorchDispatchMode",
     "add_each",
     "apply_function",
+    "are_trained",
     "autograd_step",
     "backend_name",
     "below_autograd",

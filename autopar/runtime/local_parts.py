@@ -33,13 +33,6 @@ from autopar._compat import (
 from autopar.errors import InputError
 from autopar.runtime.parallel_tensor import HOLDERS, ParallelTensor, become_parallel
 
-_REQUIRES_GRAD = operator.attrgetter("requires_grad")
-
-
-def are_trained(parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Return whether each requires a gradient."""
-    return list(map(_REQUIRES_GRAD, parameters))
-
 
 class ParameterParts:
     """The own parts of the parameters of one module, with the autograd node that follows them.
@@ -66,11 +59,15 @@ class ParameterParts:
     ) -> list[torch.Tensor] | None:
         """Return the parts that were made at an earlier call, None where they are to be made."""
         if (
-            self._parts
-            and torch.is_grad_enabled()
-            and trained == self._trained
-            and all(map(operator.is_, parameters, self._parameters))
-            and all(map(operator.is_, locals_of(parameters), self._own))
+            not self._parts
+            or not all(map(operator.is_, parameters, self._parameters))
+            or not all(map(operator.is_, locals_of(parameters), self._own))
+        ):
+            return None
+        if not torch.is_grad_enabled():
+            return self._own
+        if (
+            trained == self._trained
             and _stream_of(self._own) == self._stream
             and not torch.is_anomaly_enabled()
         ):

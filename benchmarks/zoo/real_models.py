@@ -2,6 +2,7 @@
 
 Images come from torchvision and timm, language and speech from transformers by configuration; what
 none of them has is written here. Every model returns its training loss for GLOBAL_BATCH samples.
+Factories can be pickled, as each plan is made in a process of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -48,25 +50,25 @@ def vision_package(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def of_torchvision(name: str, size: int) -> Example:
+    models = vision_package("torchvision").models
+    with torch.device("cpu"):  # a RegNet computes its widths with tensors
+        model = models.get_model(name, weights=None)
+    return Classifier(model.to("meta")), (images(size), classes())
+
+
 def torchvision(name: str, size: int = 224) -> Factory:
     """Return the factory of a classifier of torchvision.models."""
+    return partial(of_torchvision, name, size)
 
-    def make() -> Example:
-        models = vision_package("torchvision").models
-        with torch.device("cpu"):  # a RegNet computes its widths with tensors
-            model = models.get_model(name, weights=None)
-        return Classifier(model.to("meta")), (images(size), classes())
 
-    return make
+def of_timm(name: str, size: int) -> Example:
+    return Classifier(vision_package("timm").create_model(name)), (images(size), classes())
 
 
 def timm(name: str, size: int = 224) -> Factory:
     """Return the factory of a classifier of timm."""
-
-    def make() -> Example:
-        return Classifier(vision_package("timm").create_model(name)), (images(size), classes())
-
-    return make
+    return partial(of_timm, name, size)
 
 
 class Pixels(nn.Module):
@@ -98,28 +100,42 @@ def from_transformers(auto_class: str, kind: str, options: Any, **settings: Any)
     return build(auto_class, kind, options, **settings)
 
 
+def labeled_tokens(sequence: int) -> dict[str, Tensor]:
+    return {"input_ids": classes(sequence), "labels": classes(sequence)}
+
+
+def of_decoder(kind: str, sequence: int, options: dict[str, Any]) -> Example:
+    auto_class = "AutoModelForCausalLM"
+    model = from_transformers(auto_class, kind, options, dtype=torch.bfloat16)
+    return model, labeled_tokens(sequence)
+
+
 def decoder(kind: str, sequence: int, **options: Any) -> Factory:
     """Return the factory of a decoder in bfloat16 with the loss of the next token."""
+    return partial(of_decoder, kind, sequence, options)
 
-    def make() -> Example:
-        auto_class = "AutoModelForCausalLM"
-        model = from_transformers(auto_class, kind, options, dtype=torch.bfloat16)
-        return model, {"input_ids": classes(sequence), "labels": classes(sequence)}
 
-    return make
+def of_encoder(
+    auto_class: str, kind: str, inputs: Callable[[], Any], options: dict[str, Any]
+) -> Example:
+    return from_transformers(auto_class, kind, options), inputs()
 
 
 def encoder(auto_class: str, kind: str, inputs: Callable[[], Any], **options: Any) -> Factory:
     """Return the factory of a model of transformers in float32, called with `inputs()`."""
-
-    def make() -> Example:
-        return from_transformers(auto_class, kind, options), inputs()
-
-    return make
+    return partial(of_encoder, auto_class, kind, inputs, options)
 
 
 def labeled(sequence: int) -> Callable[[], dict[str, Tensor]]:
-    return lambda: {"input_ids": classes(sequence), "labels": classes(sequence)}
+    return partial(labeled_tokens, sequence)
+
+
+def labeled_pixels() -> dict[str, Tensor]:
+    return {"pixel_values": images(512), "labels": classes(512, 512)}
+
+
+def labeled_sound() -> dict[str, Tensor]:
+    return {"input_values": torch.empty(GLOBAL_BATCH, 80_000), "labels": classes()}
 
 
 def mistral_shape(**options: Any) -> dict[str, Any]:
@@ -469,8 +485,7 @@ FACTORIES: dict[str, Factory] = {
     "DeepLabV3": deeplab,
     "R3D-18": video,
     "SegFormer-B5": encoder(
-        "AutoModelForSemanticSegmentation", "segformer",
-        lambda: {"pixel_values": images(512), "labels": classes(512, 512)}, **SEGFORMER_B5,
+        "AutoModelForSemanticSegmentation", "segformer", labeled_pixels, **SEGFORMER_B5,
     ),
     "DDPM U-Net": diffusion_unet,
     "DiT-XL/2": dit,
@@ -495,9 +510,7 @@ FACTORIES: dict[str, Factory] = {
     "Whisper-large": encoder("AutoModelForSpeechSeq2Seq", "whisper", whisper_inputs,
                              **WHISPER_LARGE),
     "wav2vec2-large": encoder(
-        "AutoModelForAudioClassification", "wav2vec2",
-        lambda: {"input_values": torch.empty(GLOBAL_BATCH, 80_000), "labels": classes()},
-        **WAV2VEC2_LARGE,
+        "AutoModelForAudioClassification", "wav2vec2", labeled_sound, **WAV2VEC2_LARGE,
     ),
     "CLIP-L/14": encoder("AutoModel", "clip", clip_inputs, **CLIP_L),
     "DLRM": dlrm,

@@ -1,5 +1,8 @@
 """One row of the table of real sizes: a model on the meta device, planned for eight H100 under each
 layout, every plan in a process of its own.
+
+A process is forked by a server that has loaded what all need and has one thread: a fork of a
+process with threads may wait for a lock for ever that another thread had.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -20,7 +22,7 @@ import autopar
 from autopar.ir.strategy import IDLE
 from autopar.planner.planner import trace_model
 from benchmarks.zoo.rows import Row, reason
-from benchmarks.zoo.sizes import Factory
+from benchmarks.zoo.sizes import Example, Factory
 
 RANKS, CPU_SECONDS = 8, 120
 ALONE, LAYOUTS = "one rank", ("fsdp", "megatron", "auto")
@@ -28,10 +30,11 @@ ENOUGH = 1e14  # bytes: how much one rank would hold is asked, not whether it ca
 
 
 def apart(function: Callable[[], Row], cpu_seconds: int) -> Row:
-    """Return what a function returns in a forked process with a limit of CPU seconds, or the
-    reason why it did not.
+    """Return what a function returns in a process of its own with a limit of CPU seconds, or the
+    reason why it did not. The function is pickled.
     """
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "autopar", "benchmarks.zoo.real_models"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(function, sender, cpu_seconds))
     process.start()
@@ -60,22 +63,28 @@ def measure(factory: Factory, known: Row, layouts: Sequence[str], cpu_seconds: i
     """Return the row of a model: its trace, and its plan on one rank and under each of these
     layouts that the row does not have yet.
     """
-    warnings.simplefilter("ignore")
     started = time.process_time()
-    with torch.device("meta"):
-        model, inputs = factory()
+    model, inputs = on_meta(factory)
     trace_model(model, inputs)
     numbers = sum(p.numel() for p in model.parameters())
     row: Row = {**known, "parameters": numbers}
     row["trace_s"] = round(time.process_time() - started, 1)
     for layout in layouts:
         if layout not in known:
-            row[layout] = apart(partial(planned, model, inputs, layout), cpu_seconds)
+            row[layout] = apart(partial(planned, factory, layout), cpu_seconds)
     return row
 
 
-def planned(model: torch.nn.Module, inputs: Any, layout: str) -> Row:
+def on_meta(factory: Factory) -> Example:
+    """Return a model without numbers, and its inputs."""
+    warnings.simplefilter("ignore")
+    with torch.device("meta"):
+        return factory()
+
+
+def planned(factory: Factory, layout: str) -> Row:
     """Return the figures of a plan for eight ranks in this layout, or for one rank."""
+    model, inputs = on_meta(factory)
     started = time.process_time()
     if layout == ALONE:
         world = autopar.World.preset("dgx-h100", ranks=1)

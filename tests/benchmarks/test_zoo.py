@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import sys
 
 import pytest
 import torch
@@ -84,8 +86,17 @@ def tiny():
     return Classifier(net), (torch.empty(32, 3, 8, 8), torch.empty(32, dtype=torch.int64))
 
 
+def absent():
+    sys.exit(3)
+
+
+def forever():
+    while True:
+        pass
+
+
 def test_a_model_at_real_size_is_planned_under_each_layout(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(real_models, "FACTORIES", {"tiny": tiny, "absent": lambda: exit(3)})
+    monkeypatch.setattr(real_models, "FACTORIES", {"tiny": tiny, "absent": absent})
     saved = tmp_path / "real.json"
     files = [f"--real-json={saved}", f"--docs={tmp_path / 'models.md'}"]
     assert zoo.main(["--real", "--layouts=fsdp", *files]) == 0
@@ -100,14 +111,11 @@ def test_a_model_at_real_size_is_planned_under_each_layout(monkeypatch, capsys, 
 
 
 def test_a_plan_that_takes_too_long_costs_only_its_cells():
-    def forever():
-        while True:
-            pass
-
     assert real_rows.apart(forever, 1) == {"reason": "not done after 1 CPU seconds"}
 
 
 def test_thirty_models_at_real_sizes():
+    assert pickle.dumps(real_models.FACTORIES), "each plan has a process of its own"
     assert len(real_models.FACTORIES) >= 30 and real_models.GLOBAL_BATCH >= 4 * real_rows.RANKS
 
 

@@ -137,7 +137,8 @@ def test_a_killed_rank_is_named(killed: dict[str, list[Any]], name: str) -> None
     for rank in (ranks[0], *ranks[2:]):
         says = rf"RankError: {COLLECTIVE[name]} failed in call 4: nothing is heard of rank 1 any"
         assert re.match(says, rank["seen"]), rank
-        assert "rank 0 has made 4 calls" in rank["seen"]
+        # alone, or with rank 1, where that was killed after it had said that it began call 4
+        assert re.search(r"rank 0 has made 4 calls|ranks 0, .* have made 4 calls", rank["seen"])
         assert re.search(r"\[(Connection|Read error).*\]$", rank["seen"]), "gloo's own words"
 
 

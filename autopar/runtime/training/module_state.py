@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import operator
 import random
 import re
 import sys
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -70,8 +71,7 @@ class ModuleState:
         self._reads, self._fed = frozenset(reads), frozenset(fed)
         modules = dict(root.named_modules(remove_duplicate=False))
         self._modules = modules
-        self._children = [(m._modules, tuple(m._modules.values())) for m in modules.values()]
-        self._children = [(now, children) for now, children in self._children if children]
+        self._children = _Contents([m._modules for m in modules.values() if m._modules])
         hooks = [getattr(m, kind) for name, m in modules.items() if name for kind in _HOOKS]
         self._no_hooks = [hook for hook in hooks if not hook]
         self._hooks = [(hook, tuple(hook.values())) for hook in hooks if hook]
@@ -85,11 +85,16 @@ class ModuleState:
             if where in modules and not hasattr(modules[where], name)
         ]
         self._classes = _class_states(modules, self._reads)
+        self._class_getters: list[Any] = [vars(c.owner).get for c in self._classes for _ in c.names]
+        self._class_keys = [name for c in self._classes for name in c.names]
+        self._class_values = [value for c in self._classes for value in c.values]
+        self._class_absent = [_ABSENT] * len(self._class_keys)
         self._attributes: list[_Attributes] = []
         self._getters: list[Any] = []
         self._keys: list[str] = []
         self._values: list[Any] = []  # that were compared last
-        self._contents: dict[Path, list[tuple[Any, list[Any]]]] = {}
+        self._contents: dict[Path, _Contents] = {}
+        self._all_contents: _Contents | None = None  # in one, until one of them is another
         self._leaves: dict[Path, Leaves] = {}
         for where, names in _names_by_module(modules, self._reads).items():
             held = modules[where].__dict__
@@ -117,10 +122,14 @@ class ModuleState:
         """Whether the attributes are what they were. What was replaced or hooked is `tampered`."""
         now = map(operator.call, self._getters, self._keys, self._absent)
         same = all(map(operator.is_, now, self._values))
-        same = same and all(map(_same_contents, self._contents.values()))
-        if not same and next(self.changed(), None) is not None:
+        if self._all_contents is None:
+            self._all_contents = _Contents.of_all(self._contents.values())
+        if not (same and self._all_contents.same()) and next(self.changed(), None) is not None:
             return False
-        return all(map(_same_class, self._classes))
+        of_classes = map(operator.call, self._class_getters, self._class_keys, self._class_absent)
+        return all(map(operator.is_, of_classes, self._class_values)) or not (
+            self._changed_classes()
+        )
 
     def changes(self) -> list[str]:
         """Return what is other than it was, a phrase for each attribute, alike on all ranks. A
@@ -150,9 +159,8 @@ class ModuleState:
         """Return what of the module's structure is not what it was, "" where all is: a submodule
         that was replaced, a hook that was added or taken away, a parameter that came or went.
         """
-        for now, children in self._children:
-            if len(now) != len(children) or not all(map(operator.is_, now.values(), children)):
-                return f"the submodules of {self._owner_of(now)} were replaced"
+        if not self._children.same():
+            return f"the submodules of {self._owner_of(self._children.changed())} were replaced"
         if any(self._no_hooks):
             added = next(hooks for hooks in self._no_hooks if hooks)
             return f"a hook of {self._owner_of(added)} was added or taken away"
@@ -184,7 +192,7 @@ class ModuleState:
                 now, before = held.get(name, absent), values[place]
                 if now is not before or (
                     (group.module, name) in self._contents
-                    and not _same_contents(self._contents[group.module, name])
+                    and not self._contents[group.module, name].same()
                 ):
                     path = group.module, name
                     if self._is_other(path, now, before):
@@ -202,6 +210,7 @@ class ModuleState:
         if state.leaves != self._leaves.get(path):
             return True
         self._contents.pop(path, None)
+        self._all_contents = None
         self._describe(path, now, state)
         return False
 
@@ -210,12 +219,8 @@ class ModuleState:
             return
         state = state or self._state(path, value)
         self._leaves[path] = state.leaves
-        contents = [
-            (target, list(content.values() if isinstance(content, dict) else content))
-            for target, content in state.contents.values()
-        ]
-        if contents:
-            self._contents[path] = contents
+        if state.contents:
+            self._contents[path] = _Contents(*zip(*state.contents.values(), strict=True))
 
     def _state(self, path: Path, value: Any) -> Snapshot:
         if path in self._fed and isinstance(value, torch.Tensor):
@@ -297,18 +302,51 @@ def _same_class(state: _Class) -> bool:
     return True
 
 
-def _same_contents(contents: list[tuple[Any, list[Any]]]) -> bool:
-    """Whether containers hold the very objects that they held."""
-    for target, before in contents:
-        if isinstance(target, dict):
-            if len(target) != len(before) or not all(map(operator.is_, target.values(), before)):
-                return False
-        elif isinstance(target, set):
-            if target != set(before):
-                return False
-        elif len(target) != len(before) or not all(map(operator.is_, target, before)):
+class _Contents:
+    """Containers and the very objects that they held; all are compared in one pass, as thousands
+    may be at every call. `contents`: what each held, where that was another time.
+    """
+
+    def __init__(self, containers: Sequence[Any], contents: Sequence[Any] | None = None) -> None:
+        pairs = list(zip(containers, contents or containers, strict=True))
+        self._dicts = [(now, dict(then)) for now, then in pairs if isinstance(now, dict)]
+        self._sets = [(now, set(then)) for now, then in pairs if isinstance(now, set)]
+        self._lists = [(now, list(then)) for now, then in pairs if not isinstance(now, dict | set)]
+        self._arrange()
+
+    @staticmethod
+    def of_all(parts: Iterable[_Contents]) -> _Contents:
+        """Return the containers of all these as one."""
+        joined = _Contents([])
+        for part in parts:
+            joined._dicts += part._dicts
+            joined._sets += part._sets
+            joined._lists += part._lists
+        joined._arrange()
+        return joined
+
+    def _arrange(self) -> None:
+        """Line up what `same` compares."""
+        self._values_of = [now.values for now, _ in self._dicts]
+        self._iterables = [now for now, _ in self._lists]
+        self._sized = [*(now for now, _ in self._dicts), *self._iterables]
+        self._lengths = [*(len(then) for _, then in (*self._dicts, *self._lists))]
+        self._objects = [x for _, then in self._dicts for x in then.values()]
+        self._objects += [x for _, then in self._lists for x in then]
+
+    def same(self) -> bool:
+        """Whether every container holds the objects that it held, in that order."""
+        if list(map(len, self._sized)) != self._lengths:
             return False
-    return True
+        values = itertools.chain.from_iterable(map(operator.call, self._values_of))
+        now = itertools.chain(values, itertools.chain.from_iterable(self._iterables))
+        return all(map(operator.is_, now, self._objects)) and all(
+            now == then for now, then in self._sets
+        )
+
+    def changed(self) -> Any:
+        """Return the first dict that holds other objects."""
+        return next(now for now, then in self._dicts if not _Contents([now], [then]).same())
 
 
 def _is_opaque(value: Any) -> bool:

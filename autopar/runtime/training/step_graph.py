@@ -20,7 +20,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from autopar._compat import placings_of, pytree, version_of, without_modes
+from autopar._compat import are_trained, placings_of, pytree, version_of, without_modes
 from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.padding import Pad, filled_up, unpadded_shape
@@ -39,7 +39,6 @@ from autopar.passes.trace.signature import as_planned_call
 from autopar.runtime.apply import placements, to_dtensor
 from autopar.runtime.local_parts import (
     ParameterParts,
-    are_trained,
     local_parts,
     require_unchanged,
     to_local,
