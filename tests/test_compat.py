@@ -638,7 +638,7 @@ def test_code_can_be_told_that_it_is_exported() -> None:
     assert not any(ask() for ask in asked)
 
 
-@covers("version_of", "versions_of")
+@covers("version_of", "versions_of", "are_trained")
 def test_a_distributed_tensor_counts_its_changes(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,))
     for x in (torch.ones(3), distribute_tensor(torch.ones(3), mesh, [Shard(0)])):
@@ -646,6 +646,7 @@ def test_a_distributed_tensor_counts_its_changes(group: dist.ProcessGroup) -> No
         x.add_(1)
         assert _compat.version_of(x) > before
         assert _compat.versions_of([x]) == [_compat.version_of(x)]
+        assert _compat.are_trained([x, x.clone().requires_grad_()]) == [False, True]
 
 
 class _Halved(torch.autograd.Function):
