@@ -239,7 +239,7 @@ def read_layout(text: str) -> Layouts:
     fields = [
         field
         for field in dataclasses.fields(grid)
-        if field.type in ("int", "str") or field.name == "within"
+        if field.type in ("int", "str") or field.name in ("within", "attention")
     ]
     names = [field.name for field in fields]
     values: dict[str, Any] = {}
@@ -249,7 +249,7 @@ def read_layout(text: str) -> Layouts:
             key = names[position] if position < len(names) else value
         if key not in names or key in values:
             raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage_text(names)}")
-        is_name = key in ("first", "within")
+        is_name = key in ("first", "within", "attention")
         values[key] = value if is_name else _read_size(text, part, value)
     missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
     if missing:

@@ -34,6 +34,7 @@ from autopar._compat import OpOverload
 from autopar.ir.band import Band
 
 Dims = tuple[tuple[str, ...], ...]  # the factors of every dim of one tensor, outer first
+KEY_HEADS, HEADS_OF_A_KEY = "g", "r"  # factors of attention: its queries have g · r heads
 
 
 class PatternError(AssertionError):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from autopar.ir.dim_roles import Factors, Kinds, has_weight, loop_dim_of
 from autopar.ir.layout import I, Layout, R, State
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding_rule import OpShardingRule
+from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS, OpShardingRule
 from autopar.ir.strategy import Choice, PartialPassThrough, Shapes, Slot, Strategy, strategies
 
 
@@ -34,7 +34,8 @@ class Role:
     `stored`: how parameters are stored: "whole", "every" (all are split), "split" (all but
     vectors), "any", or the loop dim of their matmul that is split, "n" or "k". `spread`: other ops
     split wherever they can. `apart`: no other axis takes the same loop dim of a matmul with a
-    weight. `experts`: it splits experts where their weights are multiplied.
+    weight. `experts`: it splits experts where their weights are multiplied. `heads`: it splits the
+    heads of attention, whatever it splits elsewhere.
     """
 
     takes: str = "mnk"
@@ -44,6 +45,7 @@ class Role:
     spread: bool = False
     apart: bool = False
     experts: bool = False
+    heads: bool = False
 
     def stores(self, dims: int, letters: Sequence[str | None]) -> list[bool]:
         """Return which of several ways to store a parameter with `dims` dims fit. Each way is the
@@ -120,6 +122,8 @@ class Constraint:
                 return split
             if not has_weight(spec):  # as a dispatch of tokens to experts
                 return [*split, *among(role.splits)]
+        if role.heads and spec.attends is not None:
+            return [s for s in slots if s.factor in (KEY_HEADS, HEADS_OF_A_KEY)]
         features_or_splits = "features" if role.splits in ("residual", "inner") else role.splits
         if has_weight(spec):
             taken = among(role.splits, role.takes) or among(features_or_splits, role.takes)

@@ -26,6 +26,7 @@ from autopar.ir.dim_roles import (
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
+from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS
 from autopar.planner.constraint import Constraint, Role, fits
 from autopar.planner.request import (
     Grid,
@@ -46,6 +47,8 @@ _EXPERT = Role("m", "batch", stored="every", experts=True)
 _TENSOR = Role("nk", "inner")
 _SEQUENCE = Role("nk", "inner", elsewhere="sequence")
 _CONTEXT = Role("m", "sequence", stored="every")
+_HEADS_OF_CONTEXT = Role("m", "sequence", stored="every", heads=True)
+_OF_ATTENTION = {"strided": _CONTEXT, "contiguous": _CONTEXT, "heads": _HEADS_OF_CONTEXT}
 _INNER = Role("nk", "inner", spread=True, apart=True)
 _OUTER = Role("nk", "residual", spread=True, apart=True)
 _CUBE = Role("mnk", "unsequenced", spread=True, apart=True)
@@ -87,6 +90,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
             _check_experts(grid, mesh, roles, program)
             _check_batch(grid, mesh, roles, program)
             _check_sequence(grid, mesh, roles, program, kinds)
+            _check_heads(grid, mesh, roles, program)
             _check_products(grid, mesh, roles, weight_products, with_convolutions)
         except LayoutError as error:
             refused = refused or error
@@ -236,9 +240,12 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
                 )
             if isinstance(layout.within, str) and layout.within not in _ONE_AXIS:
                 raise LayoutError(f"{layout}: `within` is a Grid… or one of {', '.join(_ONE_AXIS)}")
+            if layout.attention not in _OF_ATTENTION:
+                raise LayoutError(f"{layout}: `attention` is {' or '.join(_OF_ATTENTION)}")
             axes = _axes(layout.within, ranks // layout.context)
             place = sum(role.splits == "batch" for *_, role in axes)
-            return [*axes[:place], ("context", layout.context, _CONTEXT), *axes[place:]]
+            context = ("context", layout.context, _OF_ATTENTION[layout.attention])
+            return [*axes[:place], context, *axes[place:]]
         case GridEP():
             outer = [("data", layout.data, _EVERY_SHARDED), ("expert", layout.expert, _EXPERT)]
             return [*outer, ("tensor", layout.tensor, _SEQUENCE if layout.sequence else _TENSOR)]
@@ -295,6 +302,7 @@ def _hybrid(
         played = roles if len(roles) == len(mesh.axes) else roles * len(mesh.axes)
         _check_batch(grid, mesh, played, program)
         _check_sequence(grid, mesh, played, program, kinds)
+        _check_heads(grid, mesh, played, program)
         rules.append((pattern, played))
     name = ", ".join(f"{pattern}: {grid}" for pattern, grid in layout.items())
     panels = next((axes for grid in layout.values() if (axes := _summa_axes(grid))), ())
@@ -376,6 +384,43 @@ def _check_sequence(
             f"but the inputs have {found}: use a length that {axis.size} divides, fewer ranks, "
             "or layout 'auto'"
         )
+
+
+def _check_heads(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], program: Program) -> None:
+    """Check that an axis that splits the heads of attention divides them, with what other axes
+    split of them. Raises LayoutError.
+    """
+    notes = program.annotations
+    assert notes is not None
+    specs = notes.specs
+    attentions = [name for name, spec in specs.items() if spec.attends is not None]
+    for axis, role in zip(mesh.axes, roles, strict=True):
+        if not role.heads:
+            continue
+        if not attentions:
+            raise LayoutError(
+                f"layout {layout!r} splits the heads of attention, and the model has no attention "
+                "that is one op: call torch's scaled_dot_product_attention, or take "
+                "attention='strided'"
+            )
+        others = [
+            a.size
+            for a, r in zip(mesh.axes, roles, strict=True)
+            if "n" in r.takes and (r.splits in ("inner", "any") or r.elsewhere == "sequence")
+        ]
+        ranks = math.prod([axis.size, *others])
+        for name in attentions:
+            factors = notes.factors[name]
+            chain = [a.size for f in (KEY_HEADS, HEADS_OF_A_KEY) for a in factors.get(f, ())]
+            if any(size % axis.size == 0 for size in chain) and math.prod(chain) % ranks == 0:
+                continue
+            beside = f" beside {math.prod(others)} of tensor parallelism" if others else ""
+            heads = " × ".join(str(size) for size in chain) or "none"
+            raise LayoutError(
+                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks{beside} on the "
+                f"heads of attention, and {name} has {heads}, of which an axis splits one number: "
+                "use a number of ranks that divides it, or attention='strided'"
+            )
 
 
 def _check_experts(

@@ -144,8 +144,9 @@ class GridHSDP:
 @dataclasses.dataclass(frozen=True)
 class GridContext:
     """Context parallelism within another layout: `context` ranks split the sequence of each of its
-    ranks. Queries stay where they are, keys and values are gathered; weights are stored split over
-    the axis, as over FSDP's.
+    ranks. In attention, queries stay where they are and keys and values are gathered, or ranks
+    exchange their parts of the sequence for heads; weights are stored split over the axis, as over
+    FSDP's.
 
     >>> import autopar, torch
     >>> from torch.nn import functional as F
@@ -160,17 +161,19 @@ class GridContext:
     >>> print(autopar.plan(Net(), 4, (ids,), GridContext(2)).mesh)
     data2.context2
 
-    `within`: the layout of the other ranks, a name of one axis or a grid. A causal mask leaves
-    early queries less to do than late ones, so with `strided` ranks take runs of tokens in turns,
-    else one contiguous part each. Words of attention: (1-1/context)·(k + v), keys and values of a
-    whole sequence; backward as much. Raises, when planned, LayoutError where sizes do not multiply
-    to the ranks or `context` does not divide the sequence. Source: Llama 3, arXiv 2407.21783,
-    section 3.3.2.
+    `within`: the layout of the other ranks, a name of one axis or a grid. `attention`: what a rank
+    takes of it. A causal mask leaves early queries less to do than late ones, so in "strided" ranks
+    take runs of queries in turns, and one "contiguous" part else; words: (1-1/context)·(k + v),
+    keys and values of a whole sequence, backward as much. In "heads" a rank takes the whole
+    sequence of its heads; words: (1-1/context)·(q + k + v + out)/context, backward as much. Raises,
+    when planned, LayoutError where sizes do not multiply to the ranks, or `context` does not divide
+    the sequence, or the heads. Source: Llama 3, arXiv 2407.21783, section 3.3.2; heads:
+    DeepSpeed-Ulysses, arXiv 2309.14509.
     """
 
     context: int
     within: str | Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP = "fsdp"
-    strided: bool = True
+    attention: Literal["strided", "contiguous", "heads"] = "strided"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +224,7 @@ def _strided_from(layout: Layouts) -> int | None:
         case "auto":
             return _LONG_FOR_AUTO
         case GridContext():
-            return 2 if layout.strided else None
+            return 2 if layout.attention == "strided" else None
         case Mapping():
             found = [n for own in layout.values() if (n := _strided_from(own)) is not None]
             return min(found, default=None)

@@ -111,7 +111,7 @@ def _single_layout(value: Any) -> str:
     if isinstance(value, type) and value in _GRIDS:
         return f"it is a class: give it sizes, such as {value.__name__}(2, 2)"
     if isinstance(value, _GRIDS):
-        other = ("first", "panels", "sequence", "within", "strided")
+        other = ("first", "panels", "sequence", "within", "attention")
         numbers = {n: v for n, v in vars(value).items() if n not in other}
         wrong = [n for n, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int)]
         fault = f"its {wrong[0]} is no whole number of ranks" if wrong else ""

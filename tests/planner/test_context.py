@@ -36,8 +36,14 @@ LAYOUTS: dict[str, tuple[int, Layouts]] = {
     "cp x fsdp on 8": (8, GridContext(4)),
     "cp x megatron": (4, GridContext(2, "megatron")),
     "cp x 4d": (8, GridContext(2, autopar.Grid4D(x=2, z=2))),
-    "contiguous cp": (4, GridContext(4, strided=False)),
-    "contiguous cp x megatron": (4, GridContext(2, "megatron", strided=False)),
+    "contiguous cp": (4, GridContext(4, attention="contiguous")),
+    "contiguous cp x megatron": (4, GridContext(2, "megatron", "contiguous")),
+}
+HEADS: dict[str, tuple[int, Layouts]] = {
+    "heads": (4, GridContext(4, attention="heads")),
+    "heads x fsdp": (4, GridContext(2, attention="heads")),
+    "heads x megatron": (4, GridContext(2, "megatron", "heads")),
+    "heads x 4d": (8, GridContext(2, autopar.Grid4D(x=2, z=2), "heads")),
 }
 
 
@@ -54,18 +60,26 @@ def test_parity_of_context_parallelism(name: str, layout: str) -> None:
     holds(name, *LAYOUTS[layout])
 
 
+@pytest.mark.parametrize("layout", HEADS)
+@pytest.mark.parametrize("name", sorted(MODELS.keys() - {"gemma2"}))
+def test_parity_where_ranks_exchange_the_sequence_for_heads(name: str, layout: str) -> None:
+    holds(name, *HEADS[layout])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_dropout_where_queries_are_split(name: str) -> None:
     holds(name, 4, "cp", dropout=0.2)
 
 
 # -- where queries lie -----------------------------------------------------------------------------
-def attentions(plan: Plan) -> list[Layout]:
-    """The layouts of the queries of every attention."""
+def attentions(plan: Plan, operand: int = 0) -> list[Layout]:
+    """The layouts of the queries of every attention, or of another operand."""
     assert plan.context is not None
     notes = plan.context.source.annotations
     assert notes is not None
-    found = [plan.choices[name].operands[0] for name, rule in notes.specs.items() if rule.attends]
+    found = [
+        plan.choices[name].operands[operand] for name, rule in notes.specs.items() if rule.attends
+    ]
     return [layout for layout in found if layout is not None]
 
 
@@ -73,7 +87,9 @@ def attentions(plan: Plan) -> list[Layout]:
 def test_ranks_take_runs_of_tokens_in_turns(strided: bool) -> None:
     """16 tokens on 4 ranks: 2 runs of 2 tokens each, or one of 4. A file of the plan says so."""
     model, _, kwargs = models.llama()
-    plan = autopar.plan(model, 4, kwargs, layout=GridContext(4, strided=strided))
+    plan = autopar.plan(
+        model, 4, kwargs, layout=GridContext(4, attention="strided" if strided else "contiguous")
+    )
     renewed = renew_plan(model, Plan.from_json(plan.to_json()), kwargs)
     for layout in (*attentions(plan), *attentions(renewed)):
         (digit,) = layout.digits(2)
@@ -127,6 +143,15 @@ def test_blocks_hold_every_key_that_is_seen(band: Band, places: Any, monkeypatch
                 assert band.hides(rows, columns, places) or seen == set(columns)
 
 
+@pytest.mark.parametrize(("ranks", "heads_of_keys"), [(2, 4), (4, 4), (4, 2)])
+def test_a_rank_has_the_whole_sequence_of_its_heads(ranks: int, heads_of_keys: int) -> None:
+    """8 heads, 4 of keys or 2, which are repeated before attention."""
+    model, _, kwargs = models.llama(num_key_value_heads=heads_of_keys)
+    plan = autopar.plan(model, ranks, kwargs, layout=GridContext(ranks, attention="heads"))
+    for layout in (*attentions(plan), *attentions(plan, 1)):
+        assert str(layout).startswith("context:S(1")
+
+
 # -- long sequences --------------------------------------------------------------------------------
 def test_a_long_sequence_fits_on_8_ranks() -> None:
     """One of 131,072 tokens: planned on meta tensors within 16 GiB, and no rank makes a tensor of
@@ -164,6 +189,31 @@ def test_a_sequence_that_no_axis_divides_is_refused() -> None:
 def test_a_model_without_a_sequence_is_refused() -> None:
     with pytest.raises(LayoutError, match="no sequence of token ids"):
         autopar.plan(nn.Linear(8, 8), 4, (torch.ones(4, 8),), layout="cp")
+
+
+def test_heads_that_no_axis_divides_are_refused() -> None:
+    model, _, kwargs = models.llama()
+    says = r"axis context of 16 ranks on the heads of attention, and \w+ has 4 × 2, of which"
+    with pytest.raises(LayoutError, match=says):
+        autopar.plan(model, 16, kwargs, layout=GridContext(16, attention="heads"))
+    with pytest.raises(LayoutError, match="has 4 × 2, of which an axis splits one number"):
+        autopar.plan(model, 8, kwargs, layout=GridContext(8, attention="heads"))
+    says = r"axis context of 4 ranks beside 4 of tensor parallelism on the heads .* has 4 × 2,"
+    with pytest.raises(LayoutError, match=says):
+        autopar.plan(model, 16, kwargs, layout=GridContext(4, "megatron", "heads"))
+
+
+def test_attention_that_is_no_op_has_no_heads_to_split() -> None:
+    """Gemma 2 caps its scores between two products."""
+    model, _, kwargs = models.gemma2()
+    with pytest.raises(LayoutError, match="no attention that is one op: call torch's"):
+        autopar.plan(model, 4, kwargs, layout=GridContext(4, attention="heads"))
+
+
+def test_an_unknown_way_of_attention_is_refused() -> None:
+    model, _, kwargs = models.llama()
+    with pytest.raises(LayoutError, match="`attention` is strided or contiguous or heads"):
+        autopar.plan(model, 4, kwargs, layout=GridContext(4, attention="ring"))  # type: ignore[arg-type]
 
 
 def test_ranks_that_context_does_not_divide_are_refused() -> None:

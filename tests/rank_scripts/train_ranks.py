@@ -39,7 +39,8 @@ ON_EIGHT: tuple[Layouts, ...] = (
 )
 CONTEXTS: dict[str, Layouts] = {
     "strided": "cp",
-    "contiguous": GridContext(2, "megatron", strided=False),
+    "contiguous": GridContext(2, "megatron", "contiguous"),
+    "heads": GridContext(2, attention="heads"),
 }
 STEPS = 3
 ADAM_W = partial(torch.optim.AdamW, lr=1e-3)

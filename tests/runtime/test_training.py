@@ -23,7 +23,7 @@ def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> No
         one_layout(facts[layout], f"{name} {layout} on {ranks} ranks: ")
 
 
-@pytest.mark.parametrize("how", ["strided", "contiguous"])
+@pytest.mark.parametrize("how", ["strided", "contiguous", "heads"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_context_parallelism_equals_one_device(tmp_path: Path, name: str, how: str) -> None:
     """Causal attention with grouped queries, and padded attention."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, Layouts
+from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridContext, Layouts
 
 BATCH, SEQUENCE = 16, 32
 m, h, i, v = BATCH * SEQUENCE, 64, 128, 1024
@@ -69,6 +69,14 @@ def cp(parameters: list[tuple[int, int]], attentions: int) -> list[Line]:
     keys_and_values = (FORWARD, "all_gather", "context", m * h, 2 * attentions)
     gathered = mirrored([keys_and_values]) if attentions else []
     return [*fsdp(parameters, "context"), *gathered]
+
+
+def heads_of_context(parameters: list[tuple[int, int]]) -> list[Line]:
+    """Ulysses: as cp, but ranks exchange their parts of the sequence for heads: q, k and v before
+    attention, its result after it, and their gradients.
+    """
+    exchanges = [(phase, "all_to_all", "context", m * h, 4) for phase in (FORWARD, BACKWARD)]
+    return [*fsdp(parameters, "context"), *exchanges]
 
 
 def megatron(products: int) -> list[Line]:
@@ -266,6 +274,12 @@ CASES: list[tuple[str, int, Layouts, list[Line]]] = [
     ("block", 4, "fsdp", fsdp(BLOCK_WEIGHTS + BLOCK_VECTORS)),
     ("chain", 4, "cp", cp(CHAIN_WEIGHTS, 0)),
     ("block", 4, "cp", cp(BLOCK_WEIGHTS + BLOCK_VECTORS, 1)),
+    (
+        "block",
+        4,
+        GridContext(4, attention="heads"),
+        heads_of_context(BLOCK_WEIGHTS + BLOCK_VECTORS),
+    ),
     ("chain", 4, "megatron", megatron(4)),
     ("block", 4, "megatron", megatron(4)),
     ("chain", 4, "megatron-sp", megatron_sp(4, 0)),

@@ -14,6 +14,8 @@ from torch import fx
 
 from autopar.ir.band import Band
 from autopar.ir.sharding_rule import (
+    HEADS_OF_A_KEY,
+    KEY_HEADS,
     Attends,
     Dims,
     OpShardingRule,
@@ -402,8 +404,8 @@ def _attention(
     heads: list[tuple[str, ...]] = []
     key_heads: list[tuple[str, ...]] = []
     if len(q) > 2:
-        sizes["g"], sizes["r"] = k[-3], q[-3] // k[-3]
-        heads, key_heads = [("g", "r")], [("g",)]
+        sizes[KEY_HEADS], sizes[HEADS_OF_A_KEY] = k[-3], q[-3] // k[-3]
+        heads, key_heads = [(KEY_HEADS, HEADS_OF_A_KEY)], [(KEY_HEADS,)]
     in_blocks = node.target is MASKED_ATTENTION
     mask_dims: list[Dims | None] = []
     for i, mask in enumerate(masks):
