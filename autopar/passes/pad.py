@@ -30,6 +30,7 @@ from autopar.ir.graph import computed, copied, producer
 from autopar.ir.padding import Pad, padded_shape
 from autopar.ir.program import Program, Value, returned_names, same_inputs
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of, shape_of
+from autopar.ops.experts import experts_op
 from autopar.ops.local import UNPADDED
 
 aten = torch.ops.aten
@@ -273,6 +274,8 @@ class _Spread:
             return not bound(node)["scale_grad_by_freq"] and all(spec.splittable(f) for f in padded)
         if target is aten.scaled_dot_product_attention.default:
             return self._attends(node, spec, padded)
+        if target is experts_op:  # no token has an index of an expert that is none
+            return padded <= spec.uneven
         if target in _MATMULS:
             return all(self._sums_zeros(node, spec, f) for f in padded if f in spec.sum) and all(
                 spec.splittable(f) for f in padded

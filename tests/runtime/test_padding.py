@@ -1,4 +1,4 @@
-"""Vocabularies and heads that no axis divides: exact on all ranks, and as cheap as padded ones."""
+"""Vocabularies, heads and experts that no axis divides: exact on all ranks, and as cheap as padded ones."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autopar
+import moe_models
 import padded_models
 from autopar.errors import LayoutError, PlanError
+from autopar.planner.request import GridEP, Layouts
 from launch import launched
 from padded_models import HEADS, WORDS
 
@@ -129,3 +131,18 @@ def test_what_is_too_small_is_not_padded() -> None:
     except LayoutError:
         return
     assert not plan.padding
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("ranks", "layout"), [(2, "ep"), (4, GridEP(2, 2)), (4, GridEP(expert=2, tensor=2))], ids=str
+)
+def test_three_experts_on_two_ranks(
+    name: str, ranks: int, layout: Layouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank has one of them, and one of zeros that no router chooses."""
+    monkeypatch.setattr(moe_models, "EXPERTS", 3)
+    model, args, kwargs = getattr(moe_models, name)()
+    plan = autopar.plan(model, ranks, args or kwargs, layout=layout, smaller=False)
+    assert {(x.size, x.padded) for x in plan.padding} == {(3, 4)}
+    autopar.verify(model, None, args or kwargs, layout=plan)
