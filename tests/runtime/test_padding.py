@@ -1,4 +1,4 @@
-"""Vocabularies, heads and experts that no axis divides: exact on all ranks, and as cheap as padded ones."""
+"""Vocabularies, heads and experts that no axis divides: exact, and as cheap as padded ones."""
 
 from __future__ import annotations
 
