@@ -38,6 +38,17 @@ def test_ranks_compute_what_one_does(name: str, layout: str, ranks: int) -> None
     autopar.verify(model, None, inputs, layout=plan)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("heads", "ranks"), [(12, 8), (25, 4)])
+def test_heads_of_published_models(heads: int, ranks: int, layout: str) -> None:
+    """GPT-2 has 12, GPT-2 XL 25."""
+    model, inputs = padded_models.gpt2(heads=heads)
+    plan = autopar.plan(model, ranks, inputs, layout=layout, smaller=False)
+    if layout == "megatron":
+        assert (heads, -(-heads // ranks) * ranks) in {(x.size, x.padded) for x in plan.padding}
+    autopar.verify(model, None, inputs, layout=plan)
+
+
 @pytest.mark.parametrize("kind", ["smoothing", "weights", "weights and smoothing", "log softmax"])
 def test_losses_that_sum_over_all_classes_leave_the_padding_out(kind: str) -> None:
     model = padded_models.Smoothed(words=4099, kind=kind)
