@@ -32,7 +32,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.padding import Pad, plain_shards, resized
 from autopar.ir.plan import Choice, Padding, Plan
 from autopar.ir.program import Program, Value
-from autopar.ir.sharding_rule import operands_of
+from autopar.ir.sharding_rule import operands_of, results_of, shape_of
 from autopar.passes import annotate, emit_program
 from autopar.passes.pad import check, pad, paddable, weights_of
 from autopar.planner.named_layouts import roles_of
@@ -215,10 +215,17 @@ def _carried_over(found: Program, wide: Program, narrow: Program, world: World) 
         for old, new in zip(wide.padding[value], pads, strict=True)
     )
 
+    nodes = {node.name: node for node in narrow.module.graph.nodes}
+
     def at(layout: Layout | None, value: Value | None) -> Layout | None:
-        if layout is None or value not in narrow.padding:
+        if layout is None or value is None:
             return layout
-        return resized(layout, wide.padding[value], narrow.padding[value])
+        if value in narrow.padding:
+            return resized(layout, wide.padding[value], narrow.padding[value])
+        shape = shape_of(results_of(nodes[value[0]])[value[1]])
+        if layout.shape != shape:  # of a weight that is padded piece by piece in the graph
+            raise LayoutError(f"{value[0]} of {shape} has no padding to carry {layout.shape} to")
+        return layout
 
     def of(layout: Layout, value: Value) -> Layout:
         again = at(layout, value)
@@ -233,7 +240,6 @@ def _carried_over(found: Program, wide: Program, narrow: Program, world: World) 
             results=tuple(of(layout, (node.name, i)) for i, layout in enumerate(choice.results)),
         )
 
-    nodes = {node.name: node for node in narrow.module.graph.nodes}
     outputs = {str(n): entry.node for n, entry in enumerate(narrow.signature.outputs)}
     try:
         plan = dataclasses.replace(
