@@ -429,8 +429,9 @@ def _check_experts(
     """Check that the model has experts, where an axis is to split them, and that it divides them.
     Raises LayoutError.
     """
-    atoms = expert_atoms(program) if isinstance(layout, GridEP) else ()
-    if isinstance(layout, GridEP) and not atoms:
+    inner = layout.within if isinstance(layout, GridContext) else layout
+    atoms = expert_atoms(program) if isinstance(inner, GridEP) else ()
+    if isinstance(inner, GridEP) and not atoms:
         raise LayoutError(
             f"layout {layout!r} is for a mixture of experts, and the model has none that are one "
             "op or an einsum over a weight of theirs, (experts, …): use another layout, or 'auto'"

@@ -172,7 +172,7 @@ class GridContext:
     """
 
     context: int
-    within: str | Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP = "fsdp"
+    within: str | Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP | GridEP = "fsdp"
     attention: Literal["strided", "contiguous", "heads"] = "strided"
 
 

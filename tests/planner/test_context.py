@@ -10,6 +10,7 @@ from torch import nn
 
 import autopar
 import models
+import moe_models
 from autopar.errors import LayoutError
 from autopar.ir.band import Band, Place, position
 from autopar.ir.graph import every_node
@@ -220,3 +221,20 @@ def test_ranks_that_context_does_not_divide_are_refused() -> None:
     model, _, kwargs = models.llama()
     with pytest.raises(LayoutError, match="a multiple of 3 ranks, the world has 4"):
         autopar.plan(model, 4, kwargs, layout=GridContext(3))
+
+
+# -- beside experts --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (4, GridContext(2, autopar.GridEP(expert=2))),
+        (8, GridContext(2, autopar.GridEP(2, 2))),
+        (8, GridContext(2, autopar.GridEP(expert=2, tensor=2), "heads")),
+    ],
+    ids=str,
+)
+def test_parity_of_contexts_beside_experts(ranks: int, layout: Layouts) -> None:
+    model, _, kwargs = moe_models.mixtral()
+    check = autopar.verify(model, ranks, kwargs, layout=layout)
+    assert max(check.loss_error, check.grad_error, check.step_error) < LIMIT
+    assert check.ranks == ranks

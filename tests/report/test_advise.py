@@ -70,7 +70,7 @@ def expressible(tool: str) -> list[Degrees]:
     if TOOLS[tool].context:
         every += [more for plain in every for more in contexts_of(plain)]
     if TOOLS[tool].expert:
-        every += [more for plain in every for more in experts_of(plain, (8, 12))]
+        every += [more for each in every for more in experts_of(each, (8, 12))]
     return [d for d in (*every, degrees_of(dtype="float32")) if not TOOLS[tool].refuses(d)]
 
 

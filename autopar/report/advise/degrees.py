@@ -85,11 +85,13 @@ class Tool:
 
     def grid(self, degrees: Degrees) -> GridHSDP | GridContext | GridEP:
         """Return the layout of autopar that these degrees are under this tool."""
+        grid: GridHSDP | GridEP
         if degrees.expert > 1:
-            data = degrees.shard // degrees.expert
-            return GridEP(data, degrees.expert, degrees.tensor, sequence=self.sequence)
-        sizes = degrees.replicate, degrees.shard, degrees.tensor
-        grid = GridHSDP(*sizes, sequence=self.sequence)
+            sizes = degrees.shard // degrees.expert, degrees.expert, degrees.tensor
+            grid = GridEP(*sizes, sequence=self.sequence)
+        else:
+            sizes = degrees.replicate, degrees.shard, degrees.tensor
+            grid = GridHSDP(*sizes, sequence=self.sequence)
         return grid if degrees.context == 1 else GridContext(degrees.context, grid)
 
 
@@ -120,13 +122,13 @@ def contexts_of(degrees: Degrees) -> Iterator[Degrees]:
 
 def experts_of(degrees: Degrees, experts: Sequence[int]) -> Iterator[Degrees]:
     """Yield the degrees in which shards split layers of so many experts, all of them; none with
-    replicas or contexts, which no layout of autopar has beside experts.
+    replicas, which no layout of autopar has beside experts.
 
     >>> degrees = Degrees(1, 8, 1, "none", 1, 8192, 8, 1, "bfloat16", 1, 1)
     >>> list(d.expert for d in experts_of(degrees, (4,)))
     [2, 4]
     """
-    if not experts or degrees.replicate > 1 or degrees.context > 1:
+    if not experts or degrees.replicate > 1:
         return
     for expert in range(2, min(degrees.shard, *experts) + 1):
         if not any(count % expert for count in (degrees.shard, *experts)):

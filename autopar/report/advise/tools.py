@@ -44,6 +44,8 @@ def _global_batch(degrees: Degrees) -> int:
 def _torchtitan_refuses(degrees: Degrees) -> str:
     if degrees.expert > 1 and degrees.tensor > 1:
         return "how torchtitan splits an expert by tensor parallelism was not looked at"
+    if degrees.expert > 1 and degrees.expert % degrees.context:
+        return "torchtitan's ranks that share experts take in those of a context"
     return ""
 
 
