@@ -11,6 +11,7 @@ The first part reads graphs, the second writes them: `made` and `computed` add c
 from __future__ import annotations
 
 import heapq
+import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 
 Block = tuple[str, int]  # the path of repeated blocks, and a block's number
+Unit = tuple[Block, ...]  # consecutive blocks that repeat together
+_LONGEST_UNIT = 8  # blocks
+_FEW_READERS = 2  # other blocks that read a value of one that goes from block to block
 
 
 def producer(node: fx.Node) -> Value:
@@ -102,6 +106,35 @@ def alike(looks: Mapping[Block, Hashable]) -> Iterator[list[Block]]:
         run.append(block)
     if run:
         yield run
+
+
+def repeats(looks: Mapping[Block, Hashable]) -> Iterator[list[Unit]]:
+    """Yield the longest runs of units that look the same. A unit is one block, or several with
+    consecutive numbers that come in turns, as layers of windowed and of full attention do.
+
+    >>> list(repeats({("layers", i): "wf"[i % 2] for i in range(6)}))[0][0]
+    (('layers', 0), ('layers', 1))
+    """
+    for stretch in alike(dict.fromkeys(looks)):  # whatever they look like
+        start = 0
+        while start < len(stretch):
+            left = stretch[start:]
+            sizes = range(1, min(_LONGEST_UNIT, len(left)) + 1)
+            counts = [(_times(left, size, looks), size) for size in sizes]
+            # several blocks are a unit only where they come often: two of them stand for nothing
+            count, size = max(
+                ((n, size) for n, size in counts if size == 1 or n > 2),
+                key=lambda pair: (pair[0] * pair[1], -pair[1]),
+            )
+            yield [tuple(left[i * size : (i + 1) * size]) for i in range(count)]
+            start += count * size
+
+
+def _times(stretch: list[Block], size: int, looks: Mapping[Block, Hashable]) -> int:
+    """Return how often the first `size` blocks of a stretch repeat from its beginning on."""
+    pairs = zip(stretch, stretch[size:], strict=False)
+    equal = itertools.takewhile(lambda pair: looks[pair[0]] == looks[pair[1]], pairs)
+    return sum(1 for _ in equal) // size + 1
 
 
 def blocks(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
@@ -288,11 +321,22 @@ def _node_look(
             return str(value)
         if value not in places or places[value][0][0] != block[0]:
             return value.name
+        readers = (places[user][0] for user in value.users if user in places)
+        if is_of_all_blocks(places[value][0], readers):
+            return value.name
         other, place = places[value]
         return other[1] - block[1], place
 
     inputs = tuple(seen(value) for value in pytree.tree_leaves((node.args, node.kwargs)))
     return node.op, node.op == "placeholder" or node.target, _result_shapes(node), inputs
+
+
+def is_of_all_blocks(maker: Block, readers: Iterable[Block]) -> bool:
+    """Whether a block makes a value that these blocks read for all of them, as T5's first one makes
+    the bias of positions: such a value is the same one for every block, and not the one of so many
+    blocks before.
+    """
+    return len({*readers} - {maker}) > _FEW_READERS
 
 
 def _result_shapes(node: fx.Node) -> Hashable:

@@ -30,12 +30,13 @@ from autopar.cost.activations import Price, activation_bytes
 from autopar.errors import LayoutError
 from autopar.ir.graph import (
     Block,
-    alike,
+    Unit,
     block_looks,
     block_name,
     blocks,
     module_path,
     numbered_block,
+    repeats,
 )
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
@@ -61,9 +62,10 @@ _EDGE, _MORE = 1, 1
 
 
 class DeepModel:
-    """A program and its runs of equal blocks: equal in what they compute, how they are connected,
-    and their layouts if a plan is chosen. `known`: the same program with another plan. `edge`:
-    blocks that stay at either end of a run; `more`: further blocks, which show what each adds.
+    """A program and its runs of equal units: each is one block or several that come in turns, equal
+    in what they compute, how they are connected, and their layouts if a plan is chosen. `known`:
+    the same program with another plan. `edge`: units that stay at either end of a run; `more`:
+    further units, which show what each adds.
     """
 
     def __init__(
@@ -79,24 +81,27 @@ class DeepModel:
         self._looks: dict[Block, Hashable] = (
             known._looks if known else block_looks(self.blocks, self._places)
         )
-        self._apart: dict[tuple[Block, ...], bool] = known._apart if known else {}
+        self._apart: dict[tuple[Unit, ...], bool] = known._apart if known else {}
         plan = program.plan
         copies = _copies(plan) if plan else {}
         laid_out = {b: _block_layouts(plan, copies, nodes) for b, nodes in self.blocks.items()}
         looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
-        long_runs = (tuple(run) for run in alike(looks) if len(run) > 2 * edge + more)
+        long_runs = (tuple(run) for run in repeats(looks) if len(run) > 2 * edge + more)
         self.runs = tuple(run for run in long_runs if self._is_apart(run))
         self._shorter: dict[int | None, Program] = {}
         # Modules without these nodes, which programs that differ in their plans alone share.
         self._modules: dict[Hashable, fx.GraphModule] = known._modules if known else {}
 
-    def _is_apart(self, run: tuple[Block, ...]) -> bool:
+    def _is_apart(self, run: tuple[Unit, ...]) -> bool:
         """Whether the blocks of the run alone use what is left out. No plan changes that."""
         if run not in self._apart:
-            nodes = (node for block in run[:-1] for node in self.blocks[block])
-            inside = {node for block in run for node in self.blocks[block]}
+            nodes = (node for unit in run[:-1] for node in self._nodes(unit))
+            inside = {node for unit in run for node in self._nodes(unit)}
             self._apart[run] = all(user in inside for node in nodes for user in node.users)
         return self._apart[run]
+
+    def _nodes(self, unit: Unit) -> list[fx.Node]:
+        return [node for block in unit for node in self.blocks[block]]
 
     def under(self, plan: Plan) -> DeepModel:
         """Return the same program with another plan."""
@@ -104,7 +109,7 @@ class DeepModel:
 
     def samples(self) -> tuple[tuple[float, Program], ...]:
         """Return shorter programs with weights. A figure that grows linearly with the number of
-        blocks, such as the seconds or the bytes of a step, is for the full program the weighted sum
+        units, such as the seconds or the bytes of a step, is for the full program the weighted sum
         of these programs' figures.
         """
         weights = [(len(run) - 2 * self._edge) / self._more for run in self.runs]
@@ -112,7 +117,7 @@ class DeepModel:
         return ((1 - sum(weights), self.shorter()), *longer)
 
     def shorter(self, more: int | None = None) -> Program:
-        """Return the program without the middle of every run, but with a few blocks more of run
+        """Return the program without the middle of every run, but with a few units more of run
         number `more`. It is the program itself where it has no runs.
         """
         if more not in self._shorter:
@@ -121,7 +126,7 @@ class DeepModel:
 
     @cached_property
     def longer(self) -> Program:
-        """The shorter program with a few blocks more of every run."""
+        """The shorter program with a few units more of every run."""
         return self._left(set(range(len(self.runs))))
 
     def whole(self, plan: Plan) -> Plan:
@@ -155,9 +160,9 @@ class DeepModel:
         stands: dict[fx.Node, fx.Node] = {}
         for index, run in enumerate(self.runs):
             first = self._edge + self._more * (index in more)
-            twins = self.blocks[run[first - 1]]
-            for block in run[first : -self._edge]:
-                stands.update(zip(self.blocks[block], twins, strict=True))
+            twins = self._nodes(run[first - 1])
+            for unit in run[first : -self._edge]:
+                stands.update(zip(self._nodes(unit), twins, strict=True))
         return stands
 
     def stand_in(self, name: str) -> str:
@@ -165,9 +170,10 @@ class DeepModel:
         it stays.
         """
         for run in self.runs:
-            names = [block_name(block) for block in run]
-            if name in names[self._edge : -self._edge]:
-                return names[self._edge - 1]
+            for unit in run[self._edge : -self._edge]:
+                for block, twin in zip(unit, run[self._edge - 1], strict=True):
+                    if name == block_name(block):
+                        return block_name(twin)
         return name
 
 

@@ -151,7 +151,9 @@ class Regions:
         self, region: Region, name: str, sources: list[Value | None], options: Options
     ) -> bool:
         """Join a node's strategies to the region's where they agree without a reshard; return False
-        where none do.
+        where none do, or where more would be left to choose than in either: the node does more than
+        carry. In T5 every block masks one bias with a choice of its own, so 24 blocks in one region
+        would have 2^24 options.
         """
         wiring = tuple(_wire(region, source) for source in sources)
         key = ("region", region.options.key, options.key, wiring, tuple(region.uses))
@@ -159,7 +161,8 @@ class Regions:
         if options_joined is None:
             joined = _join_options(region.options, options, wiring, region.uses)
             options_joined = self._known.add(key, *joined)
-        if not options_joined.items:
+        most = max(len(region.options.items), len(options.items))
+        if not 0 < len(options_joined.items) <= most:
             return False
         region.nodes.append(name)
         region.sources.append(sources)

@@ -237,14 +237,17 @@ BLOCK_RUNGS = (
     BlockRung(rerun=True),
     BlockRung(regather=True, rerun=True),
     BlockRung(recompute=True),
+    # again: the backward of a block frees its input within that of the block before, if that is
+    # recomputed too, so of these two the second is measured
+    BlockRung(recompute=True),
 )
 
 
 class Estimated(RematerializationSearch):
     """The rungs of a deep program, put together from what a block holds and takes in each way.
 
-    A shorter program runs once, in which each of five equal blocks goes another way; where a model
-    has fewer of a kind, a few times (cost/block_memory.py). A block with layouts of its own beside
+    A shorter program runs once, in which each of six equal blocks goes its way; where a model has
+    fewer of a kind, a few times (cost/block_memory.py). A block with layouts of its own beside
     a run of equal ones is taken to save what one of them saves.
     """
 
@@ -258,18 +261,24 @@ class Estimated(RematerializationSearch):
         self._middle: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
         several_ways: dict[str, tuple[str, ...]] = {}  # by kind: blocks that go each another way
         for run in several.runs:
-            run_names = tuple(block_name(block) for block in run)
-            self._kinds |= dict.fromkeys(run_names, run_names[0])
-            several_ways[run_names[0]] = run_names[1 : 1 + len(BLOCK_RUNGS)]
-            self._middle[run_names[len(BLOCK_RUNGS)]] = run_names[1 + len(BLOCK_RUNGS) : -1]
+            for equal in zip(*run, strict=True):  # the blocks at one place of their units
+                names_of_kind = tuple(map(block_name, equal))
+                self._kinds |= dict.fromkeys(names_of_kind, names_of_kind[0])
+                several_ways[names_of_kind[0]] = names_of_kind[1 : 1 + len(BLOCK_RUNGS)]
+            left_out = (block for unit in run[1 + len(BLOCK_RUNGS) : -1] for block in unit)
+            last = run[len(BLOCK_RUNGS)][-1]
+            self._middle[block_name(last)] = tuple(map(block_name, left_out))
         self._like: dict[str, str] = {}  # of a block outside of the runs: the kind of a run beside
-        beside = {kind.rpartition(".")[0]: kind for kind in several_ways}
+        beside = {run[0][0][0]: run for run in several.runs}
         for name in self._short.names:
             if name in self._kinds:
                 continue
             self._kinds[name] = name
-            if name.rpartition(".")[0] in beside:
-                self._like[name] = beside[name.rpartition(".")[0]]
+            path, _, number = name.rpartition(".")
+            if path in beside:  # at the place in the unit where its turn would be
+                unit = beside[path][0]
+                twin = unit[(int(number) - unit[0][1]) % len(unit)]
+                self._like[name] = self._kinds[block_name(twin)]
             else:
                 several_ways[name] = (name,)
         names = blocks(chosen.module.graph.nodes)
@@ -297,8 +306,8 @@ class Estimated(RematerializationSearch):
             seconds = rematerialization_seconds_by_block(made, self.world)
             for name, way in ways.items():
                 key = self._kinds[name], way
-                self._rises.setdefault(key, segments.rises.get(name, Rise()))
-                self._seconds.setdefault(key, seconds.get(name, 0.0))
+                self._rises[key] = segments.rises.get(name, Rise())
+                self._seconds[key] = seconds.get(name, 0.0)
             for name in segments.rises.keys() - self._kinds.keys():
                 self._rises.setdefault((name, BlockRung()), segments.rises[name])
             self._start, self._segments = segments.start, tuple(segments.rises)

@@ -115,6 +115,24 @@ def decoder(kind: str, sequence: int, **options: Any) -> Factory:
     return partial(of_decoder, kind, sequence, options)
 
 
+class Loss(nn.Module):
+    """`model(**inputs)` is the loss of a model of transformers alone. Logits are outputs, too: of
+    256,000 words every rank would receive 31 GiB.
+    """
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.body(input_ids=input_ids, labels=labels).loss
+
+
+def of_loss(factory: Factory) -> Example:
+    model, inputs = factory()
+    return Loss(model), inputs
+
+
 def of_encoder(
     auto_class: str, kind: str, inputs: Callable[[], Any], options: dict[str, Any]
 ) -> Example:
@@ -495,10 +513,10 @@ FACTORIES: dict[str, Factory] = {
     "GPT-2 XL": decoder("gpt2", 1024, n_embd=1600, n_layer=48, n_head=25),
     "Llama-3 8B": decoder("llama", 2048, **mistral_shape(vocab_size=128_256)),
     "Mistral-7B": decoder("mistral", 2048, **mistral_shape(vocab_size=32_000)),
-    "Gemma-2 9B": decoder(
+    "Gemma-2 9B": partial(of_loss, decoder(
         "gemma2", 2048, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
         num_attention_heads=16, num_key_value_heads=8, head_dim=256,
-    ),
+    )),
     "BERT-large": encoder(
         "AutoModelForMaskedLM", "bert", labeled(512), **wide(24, 1024, 16),
         max_position_embeddings=512,

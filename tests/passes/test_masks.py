@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import autopar
 import models
+from autopar.errors import TraceError
 from autopar.ir.band import Band
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import bound
@@ -95,6 +97,21 @@ def test_what_masks_of_transformers_say(name: str) -> None:
     make, expected = MODELS[name]
     _, after = described(*make())
     assert said(after) == expected
+
+
+def test_a_model_that_does_not_take_the_mask_of_a_trace_is_told_which_to_give() -> None:
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.NystromformerConfig(
+        vocab_size=32, num_hidden_layers=1, num_landmarks=4, segment_means_seq_len=16, **sizes
+    )
+    model = transformers.NystromformerForMaskedLM(config)
+    ids = torch.randint(3, 32, (4, 16))
+    inputs = {"input_ids": ids, "labels": ids}
+    with pytest.raises(TraceError, match=r"attention_mask=torch\.zeros\(batch, 1, 1, length\)"):
+        autopar.plan(model, 4, inputs, "fsdp")
+    inputs["attention_mask"] = torch.zeros(4, 1, 1, 16)
+    check = autopar.verify(model, 4, inputs, "fsdp")
+    assert max(check.loss_error, check.grad_error, check.step_error) < 1e-9
 
 
 PLANS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, y=2), "cp": "cp"}

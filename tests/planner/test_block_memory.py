@@ -25,11 +25,12 @@ from autopar.world import World
 
 WORLD = World.preset("dgx-h100", ranks=4)
 MODELS: dict[str, Any] = {
-    "gpt": lambda: (models.Gpt(layers=9).train(), (models.gpt()[1], {})),
-    "llama": lambda: _hugging_face(models.llama(num_hidden_layers=9)),
-    "gemma2": lambda: _hugging_face(models.gemma2(num_hidden_layers=9)),
-    "odd_block": lambda: (Residual(10, odd=4), ((torch.randn(8, 16, 64),), {})),
-    "two_runs": lambda: (nn.Sequential(Residual(9), Residual(5)), ((torch.randn(8, 64),), {})),
+    "gpt": lambda: (models.Gpt(layers=10).train(), (models.gpt()[1], {})),
+    "llama": lambda: _hugging_face(models.llama(num_hidden_layers=10)),
+    "gemma2": lambda: _hugging_face(models.gemma2(num_hidden_layers=19)),
+    "t5": lambda: _hugging_face(models.t5(num_layers=10)),
+    "odd_block": lambda: (Residual(12, odd=4), ((torch.randn(8, 16, 64),), {})),
+    "two_runs": lambda: (nn.Sequential(Residual(10), Residual(5)), ((torch.randn(8, 64),), {})),
 }
 
 

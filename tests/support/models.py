@@ -222,7 +222,7 @@ def bert(dropout: float = 0.0) -> Example:
     return BertForMaskedLM(config).train(), (), inputs
 
 
-def t5(dropout: float = 0.0) -> Example:
+def t5(dropout: float = 0.0, num_layers: int = LAYERS) -> Example:
     from transformers.models.t5.configuration_t5 import T5Config
     from transformers.models.t5.modeling_t5 import T5ForConditionalGeneration
 
@@ -232,7 +232,7 @@ def t5(dropout: float = 0.0) -> Example:
         d_model=HIDDEN,
         d_kv=HIDDEN // HEADS,
         d_ff=2 * HIDDEN,
-        num_layers=LAYERS,
+        num_layers=num_layers,
         num_heads=HEADS,
         dropout_rate=dropout,
         use_cache=False,

@@ -63,6 +63,12 @@ EXPERTS_ADVICE = (
     "as GShard does, or make it an experts module of transformers (use_experts_implementation), "
     "which autopar takes as one op."
 )
+MASK_ADVICE = (
+    "transformers leaves out a mask that hides nothing, but not where a model is traced: there it "
+    "makes one of (batch, 1, length, length), which this model does not take. Give the mask as it "
+    "is added to the scores; one that hides nothing is "
+    "attention_mask=torch.zeros(batch, 1, 1, length)."
+)
 DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -448,7 +454,19 @@ def explained(model: nn.Module, error: Exception) -> TraceError:
         message = (str(error).strip() or "no message").splitlines()[0]
         reason = f"{type(error).__name__}: {message}"
         advice = "Check that the model runs on these inputs; if so, torch.export cannot follow it."
+        if _adds_mask_of_transformers(error):
+            advice = MASK_ADVICE
     return refusal(model, reason, trail(error), advice)
+
+
+def _adds_mask_of_transformers(error: Exception) -> bool:
+    """Whether a model of transformers failed where it uses its attention mask."""
+    last = traceback.extract_tb(error.__traceback__)
+    outer = [frame for frame in last if not _is_inner(frame.filename)][-1:]
+    return any(
+        "transformers" in Path(frame.filename).parts and "attention_mask" in (frame.line or "")
+        for frame in outer
+    )
 
 
 def data_advice(code: str) -> str:

@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar.ir.graph import alike, carries_gradient, module_path, numbered_block, producer
+from autopar.ir.graph import (
+    Block,
+    carries_gradient,
+    is_of_all_blocks,
+    module_path,
+    numbered_block,
+    producer,
+    repeats,
+)
 from autopar.ir.layout import Element
 from autopar.ir.program import Annotations, Atom, Program, Value
 from autopar.ir.sharding_rule import (
@@ -330,15 +338,14 @@ def node_look(notes: Annotations, node: fx.Node) -> Hashable:
     return target, rule, shapes, results[0].dtype
 
 
-_EDGE = 2  # equal blocks that stay at either end of a run
+_EDGE = 2  # equal units of blocks that stay at either end of a run
 
-Block = tuple[str, int]
 Twins = Mapping[int, Variable]  # by the id of a variable of the full frame
 
 
 def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
-    """Return the frame without the middle of each run of equal blocks (itself where it has none),
-    and the twin of every variable.
+    """Return the frame without the middle of each run of equal units of blocks (itself where it
+    has none), and the twin of every variable.
     """
     blocks: dict[Block, list[Variable]] = defaultdict(list)
     for variable in frame.variables:
@@ -346,7 +353,10 @@ def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
             blocks[variable.block].append(variable)
     looks = {block: _block_look(variables) for block, variables in blocks.items()}
     standing = {
-        block: run[_EDGE - 1] for run in alike(looks) for block in run[_EDGE:-_EDGE]
+        block: twin
+        for run in repeats(looks)
+        for unit in run[_EDGE:-_EDGE]
+        for block, twin in zip(unit, run[_EDGE - 1], strict=True)
     }  # from a block left out to the one that stands for it
     if not standing:
         return frame, {id(v): v for v in frame.variables}
@@ -380,4 +390,8 @@ def _far_end(edge: Edge, variable: Variable) -> Hashable:
     other = edge.user if edge.maker is variable else edge.maker
     if variable.block is None or other.block is None or other.block[0] != variable.block[0]:
         return id(other)
+    if other is edge.maker and other.block != variable.block:
+        readers = (e.user.block for e in other.edges if e.maker is other)
+        if is_of_all_blocks(other.block, filter(None, readers)):
+            return id(other)
     return other.block[1] - variable.block[1], other.place
