@@ -125,38 +125,58 @@ def _points(found: list[Summary], name: str) -> list[tuple[int, Spread]]:
 PREFACE = """\
 # Step times on an emulated cluster
 
-Written by `python -m benchmarks.step_time --docs docs/benchmarks.md` from `docs/benchmarks.json`
-alone, after adding the cells that it measured; do not edit.
+Written by `python -m benchmarks.step_time --docs docs/benchmarks.md` from `docs/benchmarks.json`,
+which has the exact command of every cell; do not edit.
 
-Nodes are network namespaces of one machine, each link limited by `tc … tbf`; ranks of a node talk
-over loopback (`benchmarks/cluster/`). All contestants train the same model on the same batches in
-float32 with one thread a rank; a step is forward, backward and AdamW, its time the slowest rank's.
-They take turns step by step. One whose loss in any step, or whose first gradient's norm, is more
-than 1e-4 off the single device's is out. Peers are set up in
-`benchmarks/step_time/peers.py`; HSDP is FSDP2 within a node and a sum between nodes.
+A node is a network namespace of one machine. `tc … tbf` limits its link, and its ranks talk over
+loopback (`benchmarks/cluster/`). All contestants train the same model on the same batches, in
+float32, with one thread a rank, and take turns step by step. A step is forward, backward and AdamW;
+its time is the slowest rank's. A contestant is out if a loss, or the norm of its first gradient, is
+more than 1e-4 off the single device's. `benchmarks/step_time/peers.py` sets up the peers; HSDP is
+FSDP2 within a node and a sum between nodes.
+"""
 
-Figures: median (least–most) in s. `peer ÷ auto`: the median over the steps of the best peer's time
-over auto's in the same round. `link ÷ step`: what the best peer's bytes need on the busiest link,
-as a part of its step.
+RATIOS = """\
+## auto against the best peer
+
+Example: "1.70 DDP, link 0.93" says that DDP was the best peer, that its step took 1.70 times as
+long as auto's in the same round (median over the rounds), and that its bytes need 0.93 of its step
+on the busiest link. Spreads are in the tables below.
 """
 
 
 def write(found: list[Summary], page: Path) -> None:
     """The page, and its plots in images/ beside it."""
     images = plots(found, page.parent / "images")
-    lines = [PREFACE, *_verdict_lines(found)]
-    groups = groupby(sorted(found, key=_order), key=lambda c: (c["model"], _size(c)))
-    for (model, size), group in groups:
+    lines = [PREFACE, *_ratio_lines(found)]
+    lines += ["\n## Seconds a step: median (least–most)"]
+    for (model, size), group in groupby(sorted(found, key=_order), key=_model_and_size):
         of_size = list(group)
-        lines += [f"\n## {model}, {size}\n", SUBJECTS[model].why + ".\n", *_matrix(of_size)]
+        lines += [f"\n### {model}, {size}\n", SUBJECTS[model].why + ".\n", *_matrix(of_size)]
         lines += ["", *_provenance(of_size)]
     lines += ["\n## Plots\n", *(f"![{i.stem}](images/{i.name})" for i in images)]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _verdict_lines(found: list[Summary]) -> list[str]:
-    headings = ("model", "cluster", "rate", "best peer", "link ÷ step", "peer ÷ auto", "wanted", "")
-    return ["## auto against the best peer\n", *markdown([headings, *_verdicts(found)])]
+def _model_and_size(cell: Summary) -> tuple[str, str]:
+    return cell["model"], _size(cell)
+
+
+def _ratio_lines(found: list[Summary]) -> list[str]:
+    """A line a model and cluster, a column a rate."""
+    rates = sorted({cell["rate"] or float("inf") for cell in found})
+    texts = [rate_text(None if rate == float("inf") else rate) for rate in rates]
+    rows = [("model", "cluster", *texts)]
+    for (model, size), group in groupby(sorted(found, key=_order), key=_model_and_size):
+        by_rate = {rate_text(cell["rate"]): _ratio(cell["verdict"]) for cell in group}
+        rows.append((model, size, *(by_rate.get(text, "") for text in texts)))
+    return [RATIOS, *markdown(rows)]
+
+
+def _ratio(judged: Verdict | None) -> str:
+    if judged is None:
+        return ""
+    return f"{judged['ratio']:.2f} {judged['peer']}, link {judged['share']:.2f}"
 
 
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
@@ -185,11 +205,10 @@ def _entry(timed: Contestant | None) -> str:
 
 
 def _provenance(found: list[Summary]) -> list[str]:
-    """Date, load, machine and command, each once."""
+    """Machine and world once, each cell's date and load."""
     runs: dict[str, list[str]] = {}
     for cell in found:
         world = "calibrated" if cell["calibrated"] else "written by hand from the rate"
-        run = f"`{cell['command']}` on {cell['machine']}, world {world}"
         when = f"{rate_text(cell['rate'])} {cell['date']}, load {cell['load']:.1f}"
-        runs.setdefault(run, []).append(when)
-    return [f"{command}: {'; '.join(times)}." for command, times in runs.items()]
+        runs.setdefault(f"On {cell['machine']}, world {world}", []).append(when)
+    return [f"{where}: {'; '.join(times)}." for where, times in runs.items()]

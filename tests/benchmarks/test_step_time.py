@@ -157,12 +157,13 @@ def test_the_page_has_every_figure_and_its_plots(tmp_path):
     page = tmp_path / "benchmarks.md"
     step_pages.write(found, page)
     text = page.read_text()
-    assert "| gpt | 2×2 | 400mbit | DDP | 0.17 | 1.25 | 1.00 | met |" in text
+    assert "| model | cluster | 400mbit | 1gbit | unlimited |" in text
+    assert "| gpt | 2×2 | 1.25 DDP, link 0.17 |  |" in text and "| llama | 2×2 |  |  |  |" in text
     assert "| contestant | 400mbit | unlimited |" in text and "1.200 (1.00–2.00)" in text
     assert "| tensor |  | 0.259 (0.26–0.31) |" in text
     assert "- FSDP2 × tensor: refused: no grid" in text
     facts = cells.machine()
-    assert f"`c` on {facts['cpu']}, {facts['system']}, torch {facts['torch']}, world" in text
+    assert f"On {facts['cpu']}, {facts['system']}, torch {facts['torch']}, world" in text
     assert "400mbit 2000-01-01, load 0.1; unlimited 2000-01-01, load 0.1." in text
     for model in ("gpt", "llama"):
         assert (tmp_path / "images" / f"step_time_{model}.png").stat().st_size > 5000
@@ -191,7 +192,7 @@ def test_only_cells_that_the_page_lacks_are_run(tmp_path, monkeypatch):
     assert ran == ["llama"]
     first, second = cells.load(summaries.beside(page))["cells"]
     assert first == known and second["model"] == "llama"
-    assert "## gpt, 2×2" in page.read_text() and "## llama, 2×2" in page.read_text()
+    assert "### gpt, 2×2" in page.read_text() and "### llama, 2×2" in page.read_text()
     step_time.main([*asked, "--out", out])
     assert ran == ["llama", "gpt"]  # without the page OUT alone counts
 
