@@ -161,6 +161,19 @@ def test_scripts_for_queues_are_well_formed() -> None:
     assert program == "torchrun" and (DOCS.parent / script).is_file()
 
 
+def test_the_diffs_of_extending_apply() -> None:
+    """Each by itself, to the code as it is."""
+    page = (DOCS / "extending.md").read_text()
+    diffs = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(diffs) == 5
+    for diff in diffs:
+        command = ["git", "apply", "--check", "-"]
+        checked = subprocess.run(
+            command, cwd=DOCS.parent, input=diff, capture_output=True, text=True
+        )
+        assert checked.returncode == 0, checked.stderr
+
+
 def test_blocks_are_found() -> None:
     text = "Text\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n```python\ny = 2\n```\n"
     assert [block.code for block in blocks(text)] == ["x = 1\n", "y = 2\n"]
