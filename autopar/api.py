@@ -23,20 +23,14 @@ from autopar.ops import devices
 from autopar.passes.draws import draws
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.passes.trace.original import compare_original
-from autopar.planner import edit, mesh_search, world_size
+from autopar.planner import edit, world_size
+from autopar.planner.confirm import finish_plan, rewrite_for_ranks
 from autopar.planner.padding import with_padding_of
-from autopar.planner.parts import trace_step
 from autopar.planner.parts_search import in_fastest_parts
-from autopar.planner.planner import (
-    Inputs,
-    analyse,
-    call_arguments,
-    choose_plan,
-    finish_plan,
-    rewrite_for_ranks,
-    trace_model,
-)
+from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest
+from autopar.planner.solve import search_meshes
+from autopar.planner.tracing import Inputs, call_arguments, trace_model, trace_step
 from autopar.runtime import agreement
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
@@ -383,7 +377,7 @@ def verify(
     chosen, program = to_float64(chosen), to_float64(program)
     on_ranks = rewrite_for_ranks(pipeline, chosen, machines)
     pipeline.progress("compare")
-    single = mesh_search.search_meshes(program, World.of(1), PlanRequest())
+    single = search_meshes(program, World.of(1), PlanRequest())
     on_one = rewrite_for_ranks(PassManager(), single, machines)
     call = call_arguments(inputs)
     leaves, whole = pytree.tree_leaves(call), source

@@ -32,7 +32,7 @@ from autopar.ir.plan_table import (
     format_seconds,
     subgraphs_of,
 )
-from autopar.planner.named_layouts import candidates
+from autopar.planner.space import candidates
 from autopar.planner.why import Why
 
 _MOST_MESHES, _MOST_ROWS = 6, 5  # lines of each kind

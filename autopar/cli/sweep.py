@@ -42,8 +42,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes, format_count, format_ranks, format_seconds
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import analyse, choose_plan, finish_plan, trace_model
+from autopar.planner.confirm import finish_plan
+from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.tracing import trace_model
 from autopar.runtime.arguments import check_room
 from autopar.world import World
 

@@ -17,7 +17,7 @@ from autopar.cli.options import BatchOption, JsonOption, SchemaOption, TargetArg
 from autopar.cli.terminal import console, model_text, print_json, print_line, watch_progress
 from autopar.ir import graph_view
 from autopar.ir.show import listing
-from autopar.planner.planner import trace_model
+from autopar.planner.tracing import trace_model
 from autopar.world import json_file
 
 _SAMPLES = 8  # of the batch where none is named

@@ -9,7 +9,7 @@ Every value that the backward needs counts once: the nodes that save it share it
 short-lived memory; cost/peak.py sees all of it.
 
 An annotated program enters, bytes for each element of operands and results leave (`Share`). The
-planner's searches call it: memory_search.py, overlap_search.py, exact_search.py, bounds/.
+planner's searches call it: fit.py, simulate.py, exact_search.py, bounds/.
 """
 
 from __future__ import annotations
@@ -225,8 +225,7 @@ class ActivationMemory:
         states. The parameter itself counts as what the matmuls save, or is gathered from it, except
         where weights are gathered again.
         """
-        assert self.program.annotations is not None
-        own = float(element_bytes if self.program.annotations.again else 0)
+        own = float(element_bytes if self.program.counting.again else 0)
         if not trained:
             return float(element_bytes)
         return own + element_bytes + self._states(element_bytes, trained)
@@ -263,7 +262,7 @@ class ActivationMemory:
                     source_value = producer(source)
                     roots[node.name, index] = roots.get(source_value, source_value)
             keepers.update(dict.fromkeys(_saved_values(node, saved, roots), 1))
-        for value in notes.again:
+        for value in self.program.counting.again:
             keepers[roots.get(value, value)] = 0
         return {
             node.name: _share(node, saved_by_name[node.name], roots, keepers)._replace(
@@ -359,7 +358,7 @@ def regather_weights(program: Program) -> Program:
         is_matrix = value in notes.weights and len(shape_of(value_of(node))) > 1
         if is_matrix and len(users) == 1 and block_of(users[0]):
             weights.add(value)
-    return replace(program, annotations=replace(notes, again=frozenset(weights)))
+    return replace(program, counting=replace(program.counting, again=frozenset(weights)))
 
 
 def bytes_of(share: Share, strategy: Strategy) -> float:

@@ -43,7 +43,7 @@ def unreduced_gradients(program: Program) -> dict[Value, UnreducedGradient]:
         value = collective.node.meta.get("value")
         if _is_sum(collective) and value in notes.weights:
             sums[value].append(collective)
-    return {value: _gradient_of(found, notes.sums) for value, found in sums.items()}
+    return {value: _gradient_of(found, program.counting.sums) for value, found in sums.items()}
 
 
 def _is_sum(collective: SentCollective) -> bool:
@@ -116,8 +116,8 @@ def unreduced_bytes(program: Program) -> float:
 
 def part_count(program: Program) -> int:
     """Return the parts of a step; a search knows them before its plan does."""
-    assert program.plan is not None and program.annotations is not None
-    return max(program.plan.microbatches, program.annotations.parts)
+    assert program.plan is not None
+    return max(program.plan.microbatches, program.counting.parts)
 
 
 def memory_of_parts(program: Program, part: Memory, unreduced: float | None = None) -> Memory:

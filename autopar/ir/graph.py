@@ -13,8 +13,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -48,6 +48,42 @@ def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
         carries = any(value in notes.gradient for value in (*results, *operands))
         notes.carrying[node.name] = carries
     return notes.carrying[node.name]
+
+
+_KEPT = 8  # results of one kind: the first that was worked out goes first
+T = TypeVar("T")
+
+
+def remembered(
+    graph: fx.Graph,
+    kind: str,
+    reads: Sequence[object],
+    make: Callable[[], T],
+    value: Hashable = None,
+) -> T:
+    """Return what `make` works out from a graph that no pass changes any more, from `reads` and
+    from `value`: once for each of these objects and equal values. Results live as long as the
+    graph; a copy of it begins with none.
+
+    >>> graph, sizes = fx.Graph(), [2, 3]
+    >>> remembered(graph, "sum", (sizes,), lambda: sum(sizes))
+    5
+    >>> remembered(graph, "sum", (sizes,), lambda: 1 / 0)
+    5
+    """
+    kept = graph.__dict__.setdefault("_remembered_by_autopar", {}).setdefault(kind, {})
+    key = value, *map(id, reads)
+    if key not in kept:
+        kept[key] = tuple(reads), make()  # holding them keeps their ids from being reused
+        while len(kept) > _KEPT:
+            del kept[next(iter(kept))]
+    result: T = kept[key][1]
+    return result
+
+
+def forget(graph: fx.Graph) -> None:
+    """Drop what was worked out from a graph."""
+    graph.__dict__.pop("_remembered_by_autopar", None)
 
 
 def module_path(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +30,7 @@ from autopar.world.world import CALIBRATED
 if TYPE_CHECKING:  # what a plan answers with stands above it
     from autopar.cost.formula import Formula
     from autopar.cost.simulator import Timeline
-    from autopar.planner.planner import PlanContext
+    from autopar.planner.plan_context import PlanContext
     from autopar.planner.why import Why
 
 _FACTS = (
@@ -58,10 +58,85 @@ class Choice:
     results: tuple[Layout, ...]
 
 
-@dataclass(frozen=True, repr=False)
-class Plan:
-    """A chosen layout for a model on a world. `seconds`, `comm_bytes` (sent) and `peak_bytes`
-    (held) are modelled, of one rank in one training step.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Decision:
+    """What a plan decides: all that the graph of a rank, and how it runs, follow from."""
+
+    mesh: Mesh
+    choices: dict[str, Choice]
+    stored: dict[str, Layout]  # layouts of parameters, by placeholder
+    # a second layout in which some consumers of a value take it
+    copies: dict[tuple[str, int], Layout]
+    outputs: dict[str, Layout]
+    world: World = field(default_factory=lambda: World.of(1))  # the world it was planned for
+    # the row and the column axis, where matmuls run as SUMMA
+    panels: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()  # blocks that are computed again in the backward
+    regather: tuple[str, ...] = ()  # blocks whose weights are gathered again in the backward
+    rerun: tuple[str, ...] = ()  # blocks whose cheap ops run again in the backward
+    reduce_dtype: torch.dtype | None = None  # in which parameters' gradients are summed
+    replicated_outputs: bool = False  # every rank returns all of every output, not its own part
+    microbatches: int = 1  # parts of a step, one after the other; the graph is that of one
+    sums_once: bool = True  # ranks sum every gradient once a step, not once a part
+    interleaved: bool = False  # two parts run in turns, so that one computes as the other sends
+    # tokens: sequences as long, which causal attention reads, may be split by stride
+    strided_from: int | None = None
+    # factors of dims that are padded with zeros, so that axes divide them
+    padding: tuple[Padding, ...] = ()
+
+    def decides_as(self, other: Decision) -> bool:
+        """Whether both decide the same."""
+        names = (each.name for each in fields(Decision))
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Figures:
+    """What a decision comes to: seconds, bytes and collectives of one rank in one training step."""
+
+    seconds: float
+    comm_bytes: float = 0.0
+    peak_bytes: float = 0.0
+    bound: float = 0.0  # seconds: no plan of this layout is faster on any of `meshes`
+    # every mesh that was considered, with a proven lower bound of its seconds
+    meshes: tuple[tuple[str, float], ...] = ()
+    # seconds of a step with communication under computation, where it was chosen to run so
+    overlapped: float | None = None
+    memory: Memory | None = None  # the parts of the peak, known after the rewrite
+    rows: tuple[Row, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    # axes of the process groups in the graph, known after the rewrite: "x", "data.x"
+    groups: tuple[str, ...] = ()
+    # layouts of the user's tensors, known after the rewrite
+    inputs: dict[str, Layout] = field(default_factory=dict)
+    unsplit: tuple[str, ...] = ()  # what was not split and why, one sentence each
+    # ranks and modelled seconds of a smaller world that would be as fast
+    smaller: tuple[int, float] | None = None
+    notes: tuple[str, ...] = field(default=(), compare=False)  # other costs of this layout
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Origin:
+    """Where a plan comes from: the model, what was asked, and the process or the file."""
+
+    layout: str
+    fingerprint: str = ""
+    optimizer: str | float = "adamw"  # whose states are in `memory`
+    limit: float | None = None  # bytes on each device, if the fastest plan needs more
+    device_limit: float | None = None  # bytes that no step may exceed on any device
+    # digests of the splits and of the layouts, as autopar planned them: edits change them
+    planned: tuple[str, str] = field(default=("", ""), compare=False)
+    # which figures of a file differ from those computed anew, in sentences
+    changed_figures: tuple[str, ...] = field(default=(), compare=False)
+    seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # of planning
+    # the PlanContext that `apply` needs; only in the process that planned
+    context: PlanContext | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Decision, Figures, Origin):
+    """A chosen layout for a model on a world: a decision, its figures and its origin. `seconds`,
+    `comm_bytes` (sent) and `peak_bytes` (held) are modelled, of one rank in one training step.
 
     >>> import autopar
     >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
@@ -70,59 +145,6 @@ class Plan:
 
     `fingerprint` names the traced graph that the plan is for; `apply` refuses another one.
     """
-
-    mesh: Mesh
-    layout: str
-    choices: dict[str, Choice]
-    stored: dict[str, Layout]  # layouts of parameters, by placeholder
-    # a second layout in which some consumers of a value take it
-    copies: dict[tuple[str, int], Layout]
-    outputs: dict[str, Layout]
-    seconds: float
-    comm_bytes: float
-    peak_bytes: float
-    rows: tuple[Row, ...] = ()
-    collectives: tuple[Collective, ...] = ()
-    unsplit: tuple[str, ...] = ()  # what was not split and why, one sentence each
-    # every mesh that was considered, with a proven lower bound of its seconds
-    meshes: tuple[tuple[str, float], ...] = ()
-    fingerprint: str = ""
-    world: World = field(default_factory=lambda: World.of(1))  # the world it was planned for
-    # layouts of the user's tensors, known after the rewrite
-    inputs: dict[str, Layout] = field(default_factory=dict)
-    # the row and the column axis, where matmuls run as SUMMA
-    panels: tuple[str, ...] = ()
-    recompute: tuple[str, ...] = ()  # blocks that are computed again in the backward
-    regather: tuple[str, ...] = ()  # blocks whose weights are gathered again in the backward
-    rerun: tuple[str, ...] = ()  # blocks whose cheap ops run again in the backward
-    memory: Memory | None = None  # the parts of the peak, known after the rewrite
-    bound: float = 0.0  # seconds: no plan of this layout is faster on any of `meshes`
-    optimizer: str | float = "adamw"  # whose states are in `memory`
-    limit: float | None = None  # bytes on each device, if the fastest plan needs more
-    device_limit: float | None = None  # bytes that no step may exceed on any device
-    # ranks and modelled seconds of a smaller world that would be as fast
-    smaller: tuple[int, float] | None = None
-    reduce_dtype: torch.dtype | None = None  # in which parameters' gradients are summed
-    replicated_outputs: bool = False  # every rank returns all of every output, not its own part
-    microbatches: int = 1  # parts of a step, one after the other; the graph is that of one
-    sums_once: bool = True  # ranks sum every gradient once a step, not once a part
-    interleaved: bool = False  # two parts run in turns, so that one computes as the other sends
-    # axes of the process groups in the graph, known after the rewrite: "x", "data.x"
-    groups: tuple[str, ...] = ()
-    # seconds of a step with communication under computation, where it was chosen to run so
-    overlapped: float | None = None
-    # tokens: sequences as long, which causal attention reads, may be split by stride
-    strided_from: int | None = None
-    # factors of dims that are padded with zeros, so that axes divide them
-    padding: tuple[Padding, ...] = ()
-    # digests of the splits and of the layouts, as autopar planned them: edits change them
-    planned: tuple[str, str] = field(default=("", ""), compare=False)
-    # which figures of a file differ from those computed anew, in sentences
-    changed_figures: tuple[str, ...] = field(default=(), compare=False)
-    notes: tuple[str, ...] = field(default=(), compare=False)  # other costs of this layout
-    seconds_by_pass: dict[str, float] = field(default_factory=dict, compare=False)  # of planning
-    # the PlanContext that `apply` needs; only in the process that planned
-    context: PlanContext | None = field(default=None, compare=False, repr=False)
 
     def table(self) -> Table:
         """Return the plan as a table for people, one line a subgraph: `print` shows it, rich.print

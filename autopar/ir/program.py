@@ -139,11 +139,7 @@ class Annotations:
     values depend on parameters or carry a gradient: the planner chooses their layouts. All others
     (masks, positions, token ids) are computed in the layouts that their consumers need. `gradient`
     are the values that carry a gradient, `weights` those of them that depend on parameters alone;
-    ranks sum the gradients of weights in `reduce_dtype`, if that is wider than their own. `share`:
-    the part of the seconds of weights' collectives that a search counts, as these can hide under
-    computation. `again`: weights that are assumed to be gathered again in the backward (in the
-    search for a plan that saves little). `sums`: the part of their gradients' bytes that a search
-    counts, as micro-batches sum them once; `parts`: how many of these a step has.
+    ranks sum the gradients of weights in `reduce_dtype`, if that is wider than their own.
     `replicated_parameters`: every rank stores all parameters unsharded. `replicated_outputs`:
     every rank returns unsharded outputs. `strided_from`: sequences of so many tokens or more that
     attention by positions reads have an inner atom, so that an axis may take every n-th run of
@@ -160,10 +156,6 @@ class Annotations:
     unknown: tuple[str, ...] = ()
     weights: frozenset[Value] = frozenset()
     reduce_dtype: torch.dtype | None = None
-    share: float = 1.0
-    sums: float = 1.0
-    parts: int = 1
-    again: frozenset[Value] = frozenset()
     replicated_parameters: bool = False
     replicated_outputs: bool = False
     strided_from: int | None = None
@@ -171,15 +163,24 @@ class Annotations:
     # Whether a node carries a gradient, as ir/graph.py found: every search asks for all nodes.
     carrying: dict[str, bool] = field(default_factory=dict, repr=False, compare=False)
 
-    def element(self, value: Value, own_bytes: int) -> Element:
-        """Return the `Element` of a value whose elements have `own_bytes` bytes each."""
-        again = value in self.again
-        if value not in self.gradient:
-            return Element(own_bytes, 0, again=again)
-        if value not in self.weights:
-            return Element(own_bytes, own_bytes, again=again)
-        wide = 0 if self.reduce_dtype is None else self.reduce_dtype.itemsize
-        return Element(own_bytes, max(own_bytes, wide) * self.sums, self.share, again)
+
+@dataclass(frozen=True)
+class Counting:
+    """How much of a step a search counts; a program is counted in full until a search says else.
+
+    `share`: of the seconds of weights' collectives, as these can hide under computation. `sums`: of
+    the bytes of weights' gradients, as micro-batches sum them once; `parts`: how many of these a
+    step has. `again`: weights that are assumed to be gathered again in the backward, in the search
+    for a plan that saves little.
+    """
+
+    share: float = 1.0
+    sums: float = 1.0
+    parts: int = 1
+    again: frozenset[Value] = frozenset()
+
+
+IN_FULL = Counting()
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,19 @@ class Program:
     padding: dict[Value, tuple[Pad, ...]] = field(
         default_factory=dict
     )  # of the values that passes/pad.py has padded
+    counting: Counting = IN_FULL
+
+    def element(self, value: Value, own_bytes: int) -> Element:
+        """Return the `Element` of a value whose elements have `own_bytes` bytes each."""
+        notes, again = self.annotations, value in self.counting.again
+        assert notes is not None
+        if value not in notes.gradient:
+            return Element(own_bytes, 0, again=again)
+        if value not in notes.weights:
+            return Element(own_bytes, own_bytes, again=again)
+        wide = 0 if notes.reduce_dtype is None else notes.reduce_dtype.itemsize
+        summed_bytes = max(own_bytes, wide) * self.counting.sums
+        return Element(own_bytes, summed_bytes, self.counting.share, again)
 
     def pads(self, placeholder: str) -> tuple[Pad, ...]:
         """Return the padding of an input of the graph, which the model has without it."""

@@ -37,12 +37,12 @@ class PartialPassThrough(NamedTuple):
     operands: frozenset[int]
 
 
-Choice = (
+AxisChoice = (
     State | Slot | PartialPassThrough
 )  # for one axis: I or R for all operands and results, a slot to split, or partial values
 
 
-def split_of(choice: Choice) -> str:
+def split_of(choice: AxisChoice) -> str:
     """Return the factor that a choice splits, or its state: "I", "R", or "P" for partial values."""
     return choice.factor if isinstance(choice, Slot) else getattr(choice, "kind", "P")
 
@@ -53,7 +53,7 @@ class Strategy:
     results (None: an absent operand).
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[AxisChoice, ...]
     operands: tuple[Layout | None, ...]
     results: tuple[Layout, ...]
     parts: int  # ranks among which the work is divided
@@ -76,7 +76,7 @@ def strategies(
     mesh: Mesh,
     operand_shapes: Shapes,
     result_shapes: tuple[tuple[int, ...], ...],
-    joint: Iterable[tuple[Choice, ...]],
+    joint: Iterable[tuple[AxisChoice, ...]],
     may_idle: bool,
     all_orders: bool = False,
 ) -> list[Strategy]:
@@ -142,23 +142,23 @@ def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
 
 def axis_choices(
     spec: OpShardingRule, factors: Atoms, mesh: Mesh, gradient: bool
-) -> list[list[Choice]]:
+) -> list[list[AxisChoice]]:
     """Return the choices of each axis at a node. `gradient`: a value of the node carries one (else
     I and R are the same, and only R is listed).
     """
     return [_choices_of_axis(spec, factors, axis.size, gradient) for axis in mesh.axes]
 
 
-def free_choices(spec: OpShardingRule, factors: Atoms, gradient: bool) -> list[Choice]:
+def free_choices(spec: OpShardingRule, factors: Atoms, gradient: bool) -> list[AxisChoice]:
     """Return the choices at a node of an axis whose size divides every atom."""
     return _choices_of_axis(spec, factors, 1, gradient)
 
 
 def _choices_of_axis(
     spec: OpShardingRule, factors: Atoms, size: int, gradient: bool
-) -> list[Choice]:
+) -> list[AxisChoice]:
     """Return the choices at a node of an axis of this size."""
-    choices: list[Choice] = [R]
+    choices: list[AxisChoice] = [R]
     if gradient:
         choices = [I] if spec.nonlinear else [I, R]
     for factor in spec.sizes:
@@ -178,7 +178,7 @@ def _choices_of_axis(
 Taken = dict[Slot, tuple[str, ...]]  # the axes on each slot, outer digit first
 
 
-def _axes_by_slot(choices: Sequence[Choice], mesh: Mesh) -> Taken:
+def _axes_by_slot(choices: Sequence[AxisChoice], mesh: Mesh) -> Taken:
     """Return the axes on each slot, in the order of the mesh."""
     axes_by_slot: dict[Slot, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axes, choices, strict=True):
@@ -203,7 +203,7 @@ def _axis_orders(taken: Taken) -> Iterator[Taken]:
 
 
 def _is_wasteful(
-    spec: OpShardingRule, choices: Sequence[Choice], taken: Taken, factors: Atoms, mesh: Mesh
+    spec: OpShardingRule, choices: Sequence[AxisChoice], taken: Taken, factors: Atoms, mesh: Mesh
 ) -> bool:
     """Whether an idle axis could still split some factor of the matmul."""
     for axis, choice in zip(mesh.axes, choices, strict=True):
@@ -223,7 +223,7 @@ def _operand_layout(
     index: int,
     dims: Dims,
     shape: tuple[int, ...],
-    choices: Sequence[Choice],
+    choices: Sequence[AxisChoice],
     order: Taken,
     factors: Atoms,
     mesh: Mesh,
@@ -248,7 +248,7 @@ def _result_layout(
     spec: OpShardingRule,
     dims: Dims,
     shape: tuple[int, ...],
-    choices: Sequence[Choice],
+    choices: Sequence[AxisChoice],
     order: Taken,
     factors: Atoms,
     mesh: Mesh,
@@ -294,16 +294,16 @@ def placements(
     shape: tuple[int, ...],
     mesh: Mesh,
     whole: State = I,
-    joint: Iterable[tuple[Choice, ...]] | None = None,
+    joint: Iterable[tuple[AxisChoice, ...]] | None = None,
 ) -> list[Layout]:
     """Return every layout of a tensor in which each axis is `whole` (I or R) or holds a digit.
     `joint`: only layouts of these joint choices, whose slots are named by the number of their dim.
     """
     slots: Atoms = {str(dim): atoms for dim, atoms in enumerate(dims)}
     dim_names: Dims = tuple((str(dim),) for dim in range(len(dims)))
-    per_axis: list[list[Choice]] = []
+    per_axis: list[list[AxisChoice]] = []
     for axis in mesh.axes:
-        dividing: list[Choice] = [
+        dividing: list[AxisChoice] = [
             Slot(name, position)
             for name, atoms in slots.items()
             for position, atom in enumerate(atoms)

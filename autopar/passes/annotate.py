@@ -111,9 +111,8 @@ def one_part(program: Program, count: int, share: float) -> Program:
     """Return the annotated program as one of so many parts of a step, in which a search counts this
     share of the sums of weights' gradients, as they come once in a step.
     """
-    assert program.annotations is not None
-    notes = dataclasses.replace(program.annotations, sums=share, parts=count)
-    return dataclasses.replace(program, annotations=notes)
+    counting = dataclasses.replace(program.counting, sums=share, parts=count)
+    return dataclasses.replace(program, counting=counting)
 
 
 def replicate(program: Program, parameters: bool, outputs: bool) -> Program:

@@ -318,7 +318,7 @@ class _Rewriter:
         if value in self.plan.copies:
             sources.append(self._plain(value, self.plan.copies[value]))
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
-        element = self.notes.element(value, size)
+        element = self.source.element(value, size)
         best = min(
             sources, key=lambda s: path_seconds(reshard_steps(s, layout), element, self.world)
         )

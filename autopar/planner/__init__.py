@@ -1,6 +1,11 @@
-"""The planner: a `PlanRequest` and a traced program enter, a `Plan` leaves (planner.py).
+"""The planner: a `PlanRequest` and a traced program enter, a `Plan` leaves. Begin with planner.py.
 
-constraint.py and named_layouts.py say what a layout asks; mesh_search.py goes through meshes by
-bounds on their cost (bounds/); exact_search.py finds the best plan on one mesh; memory_search.py
-and overlap_search.py go on to plans that fit the memory, and to plans that hide more communication.
+It is a funnel; each stage takes what the one before leaves, in a file of its name:
+
+    space.py     the meshes that a layout allows, with its rules (named_layouts.py, constraint.py)
+    bound.py     seconds that no plan on a mesh is below (bounds/)
+    solve.py     exact decisions on the most promising meshes (exact_search.py, elimination.py)
+    simulate.py  contenders in order of a step with communication under computation
+    fit.py       the fastest that fits the memory (rematerialize.py, small_models.py)
+    confirm.py   the graph of one rank, with its exact memory and step
 """

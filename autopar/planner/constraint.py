@@ -3,7 +3,7 @@
 Example: in FSDP's layout the one axis may split only the batch, and every parameter is stored split
 on it. A `Constraint` maps patterns of module paths to roles; it narrows the choices of a node and
 the ways to store a parameter, and `Offered` is what remains for one node. named_layouts.py builds
-constraints; exact_search.py, mesh_search.py, why.py and bounds/option_costs.py apply them.
+constraints; exact_search.py, bound.py, why.py and bounds/option_costs.py apply them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ir.dim_roles import Factors, Kinds, has_weight, loop_dim_of
 from autopar.ir.layout import I, Layout, R, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS, OpShardingRule
-from autopar.ir.strategy import Choice, PartialPassThrough, Shapes, Slot, Strategy, strategies
+from autopar.ir.strategy import AxisChoice, PartialPassThrough, Shapes, Slot, Strategy, strategies
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Constraint:
         path: str,
         spec: OpShardingRule,
         factors: Factors,
-        per_axis: Sequence[Sequence[Choice]],
-    ) -> list[list[Choice]]:
+        per_axis: Sequence[Sequence[AxisChoice]],
+    ) -> list[list[AxisChoice]]:
         """Return the choices that the layout leaves a node on each axis; all of them where it would
         leave none.
         """
@@ -103,13 +103,13 @@ class Constraint:
         ]
 
     def narrow_one(
-        self, role: Role, spec: OpShardingRule, factors: Factors, choices: Sequence[Choice]
-    ) -> list[Choice]:
+        self, role: Role, spec: OpShardingRule, factors: Factors, choices: Sequence[AxisChoice]
+    ) -> list[AxisChoice]:
         """Return the choices that a role leaves of one axis; the list may be empty."""
         slots: list[Slot] = [c for c in choices if isinstance(c, Slot)]
-        idle: list[Choice] = [c for c in choices if not isinstance(c, Slot)]
+        idle: list[AxisChoice] = [c for c in choices if not isinstance(c, Slot)]
 
-        def among(splits: str, letters: str = "") -> list[Choice]:
+        def among(splits: str, letters: str = "") -> list[AxisChoice]:
             return [
                 s
                 for s in slots
@@ -236,9 +236,9 @@ class Offered(NamedTuple):
     """
 
     free: bool
-    every: Sequence[Sequence[Choice]] = ()
-    kept: Sequence[Sequence[Choice]] = ()
-    joint: tuple[tuple[Choice, ...], ...] | None = None
+    every: Sequence[Sequence[AxisChoice]] = ()
+    kept: Sequence[Sequence[AxisChoice]] = ()
+    joint: tuple[tuple[AxisChoice, ...], ...] | None = None
 
     def legal(
         self,
@@ -257,7 +257,7 @@ class Offered(NamedTuple):
         legal = strategies(*node_facts, itertools.product(*self.kept), not self.free)
         return legal or strategies(*node_facts, itertools.product(*self._eased()), not self.free)
 
-    def _eased(self) -> list[list[Choice]]:
+    def _eased(self) -> list[list[AxisChoice]]:
         return [
             [
                 *kept_choices,

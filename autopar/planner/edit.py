@@ -20,8 +20,8 @@ from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
-from autopar.ir.strategy import Choice as AxisChoice
 from autopar.ir.strategy import (
+    AxisChoice,
     Slot,
     Strategy,
     axis_choices,
@@ -32,11 +32,6 @@ from autopar.ir.strategy import (
 )
 
 _SHOWN = 12  # strategies that a refusal lists
-_DECIDED = (
-    "mesh", "choices", "stored", "copies", "outputs", "panels", "recompute", "regather", "rerun",
-    "reduce_dtype", "world", "microbatches", "sums_once", "interleaved",
-    "padding",
-)  # fmt: skip
 _ALIKE = 1e-6  # relative: what rounding may change of a figure
 
 
@@ -46,11 +41,6 @@ def check_edits(program: Program, plan: Plan) -> Plan:
     layouts were, `splits` do. Raises PlanError with the node, what was asked and what is allowed.
     """
     return _Checker(program, plan).run()
-
-
-def is_unchanged(plan: Plan, made: Program) -> bool:
-    """Whether the program was made by a plan with the same decisions."""
-    return all(getattr(plan, name) == getattr(made.plan, name) for name in _DECIDED)
 
 
 def compare_figures(before: Plan, after: Plan) -> Plan:

@@ -6,38 +6,50 @@ may be copied, so that consumers that want the same layout share its reshard). C
 one to three variables. What looks alike shares its tables, so elimination.py works out the equal
 layers of a model once.
 
-Called by mesh_search.py, why.py and deep_models.py.
+Called by solve.py, why.py and small_models.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
+from autopar.cost.communication import path_parts
 from autopar.cost.compute import optimizer_seconds
 from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
 from autopar.ir.graph import carries_gradient, module_path, producer
-from autopar.ir.layout import I, Layout, R
+from autopar.ir.layout import Element, I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import plain_shards
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program, Value
+from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
-from autopar.ir.strategy import Choice as AxisChoice
-from autopar.ir.strategy import Strategy, axis_choices, placements, rule_look, split_of
+from autopar.ir.strategy import (
+    AxisChoice,
+    Strategy,
+    axis_choices,
+    placements,
+    rule_look,
+    split_of,
+)
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.constraint import Constraint, Offered
-from autopar.planner.elimination import Memo, Table, minimise
+from autopar.planner.elimination import LARGEST, Memo, Table, minimise, too_large
 from autopar.planner.entangled import minimise_nearly
 from autopar.planner.objective import node_costs
-from autopar.planner.regions import Known, Options, Region, Regions, ReshardCosts, Want
-from autopar.planner.unsplit import unsplit
+from autopar.planner.plan_notes import unsplit
+from autopar.planner.regions import Array, Known, Options, Region, Regions
 from autopar.world import World
 
 
@@ -297,7 +309,7 @@ class Search:
     # -- reshards ----------------------------------------------------------------------------------
     def _convert(self, value: Value, wants: list[Want]) -> None:
         native = self.native[value]
-        element = self.notes.element(value, self.element[value[0]][value[1]])
+        element = self.program.element(value, self.element[value[0]][value[1]])
         copy = self._copy(value, native, wants) if len(wants) > 1 else None
         if copy is not None:
             order = (native.variable, copy.variable)
@@ -346,15 +358,13 @@ class Search:
             if values[v]
         }
         return Plan(
-            self.mesh,
-            self.constraint.name,
-            choices,
-            stored,
-            copies,
-            outputs,
-            seconds,
-            0.0,
-            0.0,
+            mesh=self.mesh,
+            layout=self.constraint.name,
+            choices=choices,
+            stored=stored,
+            copies=copies,
+            outputs=outputs,
+            seconds=seconds,
             unsplit=unsplit(self.program, self.mesh, choices),
             world=self.world,
             panels=self.constraint.panels,
@@ -364,3 +374,74 @@ class Search:
 
     def _splits(self, strategy: Strategy) -> tuple[str, ...]:
         return tuple(split_of(choice) for choice in strategy.choices)
+
+
+# -- tables of reshards ----------------------------------------------------------------------------
+class Want(NamedTuple):
+    """One use of a value, or its making: its variable, and the layout that each option has."""
+
+    variable: int
+    key: Hashable
+    layouts: tuple[Layout, ...]
+
+
+class ReshardCosts:
+    """Seconds of reshards between layouts; tables for the same layouts are built once."""
+
+    def __init__(self, world: World, known: Known) -> None:
+        self._known = known
+        self._parts = _pricer(world)
+
+    def direct(self, native: Want, want: Want, element: Element) -> Array:
+        """Return the seconds from each layout of the maker to each of the user."""
+        key = ("direct", native.key, want.key, element)
+        return self._known.array(key, lambda: self._between(native.layouts, want.layouts, element))
+
+    def copied(self, native: Want, copy: Want, element: Element) -> Array:
+        """Return the seconds from each layout of the maker to each copy; a copy's first option is
+        none.
+        """
+
+        def make() -> Array:
+            matrix = self._between(native.layouts, copy.layouts, element)
+            return np.concatenate([np.zeros((len(native.layouts), 1)), matrix], axis=1)
+
+        return self._known.array(("copied", native.key, copy.key, element), make)
+
+    def nearer(self, native: Want, copy: Want, want: Want, element: Element) -> Array:
+        """Return the seconds to each layout of the user from the maker or the copy, whichever is
+        nearer. Raises PlanError where the table is larger than elimination takes.
+        """
+        sizes = (len(native.layouts), 1 + len(copy.layouts), len(want.layouts))
+        if math.prod(sizes) > LARGEST:
+            raise too_large(sizes)
+
+        def make() -> Array:
+            direct = self._between(native.layouts, want.layouts, element)[:, None, :]
+            through = self._between(copy.layouts, want.layouts, element)[None, :, :]
+            return np.concatenate([direct, np.minimum(direct, through)], axis=1)
+
+        return self._known.array(("nearer", native.key, copy.key, want.key, element), make)
+
+    def _between(
+        self, sources: Sequence[Layout], targets: Sequence[Layout], element: Element
+    ) -> Array:
+        rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
+        columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
+        whole = element._replace(share=1.0)  # searches at several shares ask for the same parts
+        parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
+        unique_pairs = parts[..., 0] + element.share * parts[..., 1]
+        return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
+
+
+@lru_cache(maxsize=4)
+def _pricer(world: World) -> Callable[[Layout, Layout, Element], tuple[float, float]]:
+    """Return the function that gives the seconds of a reshard: in memory, and of its collectives.
+    It remembers its results, since planning takes many searches on the same few meshes.
+    """
+
+    @lru_cache(maxsize=1 << 20)
+    def parts(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
+        return path_parts(reshard_steps(source, target), element, world)
+
+    return parts

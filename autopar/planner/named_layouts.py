@@ -2,7 +2,7 @@
 
 A layout names its mesh axes and gives each a `Role`: which loop dims of Y[m,n] = X[m,k] · W[k,n] it
 takes, what it may split elsewhere, and how parameters are stored on it. A layout, ranks and an
-annotated program enter `candidates`; meshes with constraints leave for the searches.
+annotated program enter `meshes_with_rules`; meshes with constraints leave for space.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
 
 from torch import fx
 
@@ -23,7 +25,7 @@ from autopar.ir.dim_roles import (
     parameter_products,
     weight_matmuls,
 )
-from autopar.ir.graph import module_path
+from autopar.ir.graph import module_path, remembered
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Atom, Program
 from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS
@@ -55,9 +57,6 @@ _CUBE = Role("mnk", "unsequenced", spread=True, apart=True)
 _SUMMA_ROW = Role("m", "batch", stored="k")
 _SUMMA_COLUMN = Role("n", "features", stored="n", spread=True)
 
-_MOST_AXES = 4
-_LETTERS = {1: "x", 2: "xy", 3: "xyz", 4: "wxyz"}
-
 _ONE_AXIS = {
     "ddp": ("data", _DATA),
     "fsdp": ("data", _EVERY_SHARDED),
@@ -69,19 +68,18 @@ NAMES = ("auto", *_ONE_AXIS, "atp", "3d", "4d", "2.5d", "ep")
 
 
 # -- from a layout to meshes -----------------------------------------------------------------------
-def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[Mesh, Constraint]]:
-    """Yield the meshes of a layout, with constraints. Raises LayoutError where none fits."""
-    assert program.annotations is not None
-    if layout == "auto":
-        for mesh in _meshes(ranks):
-            yield mesh, Constraint("auto")
-        return
-    kinds, letters = dim_kinds(program), parameter_loop_dims(program)
+def meshes_with_rules(
+    layout: Layouts, ranks: int, program: Program
+) -> Iterator[tuple[Mesh, Constraint]]:
+    """Yield the meshes of a named layout, of a grid or of a dict of these, with constraints. Raises
+    LayoutError where none fits.
+    """
+    reads = program.annotations, program.signature
+    facts = remembered(program.module.graph, "facts", reads, partial(_Facts.of, program))
+    kinds, letters = facts.kinds, facts.letters
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
-    weight_products = _Products(program, kinds, [node for node, _ in weight_matmuls(program)])
-    with_convolutions = _Products(program, kinds, parameter_products(program))
     refused: LayoutError | None = None
     fitting = False
     for grid in _grids(layout, ranks):
@@ -91,7 +89,7 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
             _check_batch(grid, mesh, roles, program)
             _check_sequence(grid, mesh, roles, program, kinds)
             _check_heads(grid, mesh, roles, program)
-            _check_products(grid, mesh, roles, weight_products, with_convolutions)
+            _check_products(grid, mesh, roles, facts.products, facts.with_convolutions)
         except LayoutError as error:
             refused = refused or error
             continue
@@ -99,19 +97,6 @@ def candidates(layout: Layouts, ranks: int, program: Program) -> Iterator[tuple[
         yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _summa_axes(grid))
     if refused is not None and not fitting:
         raise refused if layout == grid else LayoutError(f"no grid of {layout!r} fits: {refused}")
-
-
-def rivals(program: Program) -> tuple[str, ...]:
-    """Return the named layouts that "auto" is compared with: "cp" where annotate cut a sequence, so
-    where it is long and causal; "ep" where there are experts.
-    """
-    assert program.annotations is not None
-    absent = set()
-    if program.annotations.strided_from is None:
-        absent.add("cp")
-    if not expert_atoms(program):
-        absent.add("ep")
-    return tuple(name for name in NAMES[1:] if name not in absent)
 
 
 def roles_of(layout: Layouts) -> Iterator[Role | None]:
@@ -130,17 +115,6 @@ def _summa_axes(grid: str | Grid) -> tuple[str, ...]:
     return ("row", "col") if isinstance(grid, Grid25D) and grid.panels and grid.q > 1 else ()
 
 
-def _meshes(ranks: int) -> Iterator[Mesh]:
-    """Yield every mesh of up to four axes, in all orders: an inner axis has faster links."""
-    if ranks == 1:
-        yield Mesh(())
-        return
-    for count in range(1, _MOST_AXES + 1):
-        for sizes in _factorings(ranks, count):
-            if min(sizes) > 1:
-                yield Mesh(tuple(Axis(n, s) for n, s in zip(_LETTERS[count], sizes, strict=True)))
-
-
 def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
     """Return the grids that a name stands for on this number of ranks."""
     if not isinstance(layout, str) or layout in _ONE_AXIS:
@@ -149,16 +123,16 @@ def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
     match layout:
         case "atp":
             grids = [
-                Grid2D(a, b, first) for a, b in _factorings(ranks, 2) for first in ("column", "row")
+                Grid2D(a, b, first) for a, b in factorings(ranks, 2) for first in ("column", "row")
             ]
         case "3d":
-            grids = [Grid3D(*sizes) for sizes in _factorings(ranks, 3)]
+            grids = [Grid3D(*sizes) for sizes in factorings(ranks, 3)]
         case "4d":
-            grids = [Grid4D(*sizes) for sizes in _factorings(ranks, 4)]
+            grids = [Grid4D(*sizes) for sizes in factorings(ranks, 4)]
         case "2.5d":
             grids = [*_tesseracts(ranks)]
         case "ep":
-            grids = [GridEP(data, size) for data, size in _factorings(ranks, 2) if size > 1]
+            grids = [GridEP(data, size) for data, size in factorings(ranks, 2) if size > 1]
             grids = grids or [GridEP(expert=ranks)]
         case _:
             raise LayoutError(
@@ -182,14 +156,19 @@ def _tesseracts(ranks: int) -> list[Grid25D]:
     ]
 
 
-def _factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
+def factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
+    """Return every way to write a number of ranks as a product of so many sizes, in all orders.
+
+    >>> factorings(4, 2)
+    [(1, 4), (2, 2), (4, 1)]
+    """
     if parts == 1:
         return [(ranks,)]
     return [
         (d, *tail)
         for d in range(1, ranks + 1)
         if ranks % d == 0
-        for tail in _factorings(ranks // d, parts - 1)
+        for tail in factorings(ranks // d, parts - 1)
     ]
 
 
@@ -481,6 +460,25 @@ class _Products:
                 for sides in self.sides
             ]
         return self._sizes[letter, splits]
+
+
+class _Facts(NamedTuple):
+    """What named layouts ask of a program, whatever the layout: the kinds of its dims, the loop
+    dims of its parameters, its matmuls with a weight, and these with its convolutions.
+    """
+
+    kinds: Kinds
+    letters: Mapping[str, tuple[str, ...]]
+    products: _Products
+    with_convolutions: _Products
+
+    @staticmethod
+    def of(program: Program) -> _Facts:
+        """Return the facts of an annotated program."""
+        kinds = dim_kinds(program)
+        products = _Products(program, kinds, [node for node, _ in weight_matmuls(program)])
+        every = _Products(program, kinds, parameter_products(program))
+        return _Facts(kinds, parameter_loop_dims(program), products, every)
 
 
 def _check_products(

@@ -2,7 +2,7 @@
 
 Example: {"compute": 0.08, "all-reduce backward": 0.01, "optimizer": 0.002}, in seconds; the terms
 add up to the seconds that exact_search.py minimises. A program and a plan for it enter, the terms
-leave. Called by why.py, edit.py, deep_models.py and memory_search.py.
+leave; `sum_of_blocks` of a deep model, from shorter ones. Called by why.py, solve.py and fit.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import fx
 
 from autopar.cost.communication import Cost, costs, inner_costs, path_seconds
 from autopar.cost.compute import node_seconds, optimizer_seconds
+from autopar.ir.deep_models import DeepModel
 from autopar.ir.graph import carries_gradient, producer
 from autopar.ir.layout import Element, Layout
 from autopar.ir.mesh import Mesh
@@ -54,6 +55,15 @@ def cost_terms(program: Program, plan: Plan, world: World) -> CostTerms:
     Example: sum(cost_terms(program, plan, world).values()) is plan.seconds as the search gave it.
     """
     return _Pricer(program, plan, world).run()
+
+
+def sum_of_blocks(deep: DeepModel, world: World) -> float:
+    """Return the seconds of a chosen program's step as the search adds them up."""
+    total = 0.0
+    for weight, program in deep.samples():
+        assert program.plan is not None
+        total += weight * sum(cost_terms(program, program.plan, world).values())
+    return total
 
 
 class _Pricer:
@@ -143,7 +153,7 @@ class _Pricer:
 
     def _element(self, value: Value) -> Element:
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
-        return self.notes.element(value, size)
+        return self.program.element(value, size)
 
     def _far(self, value: Value, source: Layout, target: Layout) -> float:
         """Return the seconds of a reshard."""

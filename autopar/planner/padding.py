@@ -27,7 +27,7 @@ from torch import fx
 from autopar.cost.simulator import bucket_seconds
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.dim_roles import dim_kinds
-from autopar.ir.graph import producer
+from autopar.ir.graph import producer, remembered
 from autopar.ir.layout import Layout
 from autopar.ir.padding import Pad, plain_shards, resized
 from autopar.ir.plan import Choice, Padding, Plan
@@ -49,6 +49,7 @@ _MOST = (
 _MOST_OF_AUTO = 1.15  # the same where "auto" may choose axes that divide
 _NEGLIGIBLE = 1.01  # times its size: a plan padded by no more needs no comparison without padding
 _RANKS = 8  # of a node
+_UNPADDED: dict[Value, tuple[Pad, ...]] = {}  # one object, by which a search is known again
 
 
 def search_with_padding(
@@ -186,7 +187,7 @@ def _searched_padded(
     """
     wide = _annotated(program, sizes)
     # first as if plain Shards could hold any part, to see which axes split the dims
-    found = search(dataclasses.replace(wide, padding={}))
+    found = search(dataclasses.replace(wide, padding=_UNPADDED))
     fitted = _fitted(wide, found)
     if not fitted:
         return None
@@ -266,7 +267,21 @@ def _carried_over(found: Program, wide: Program, narrow: Program, world: World) 
 
 
 def _annotated(program: Program, sizes: Sizes) -> Program:
-    """Return the padded program, annotated as the unpadded one is."""
+    """Return the padded program, annotated as the unpadded one is: once for each of these sizes."""
+    bare = dataclasses.replace(program, tensors={}, plan=None)
+    padded = remembered(
+        program.module.graph,
+        "padded",
+        (program.annotations, program.signature),
+        lambda: _annotated_anew(bare, sizes),
+        tuple(sorted(sizes.items())),
+    )
+    return dataclasses.replace(
+        padded, tensors=program.tensors, plan=program.plan, counting=program.counting
+    )
+
+
+def _annotated_anew(program: Program, sizes: Sizes) -> Program:
     before = program.annotations
     assert before is not None
     padded = pad(program, sizes)
@@ -277,9 +292,6 @@ def _annotated(program: Program, sizes: Sizes) -> Program:
     notes = dataclasses.replace(
         padded.annotations,
         reduce_dtype=before.reduce_dtype,
-        share=before.share,
-        sums=before.sums,
-        parts=before.parts,
         replicated_parameters=before.replicated_parameters,
         replicated_outputs=before.replicated_outputs,
     )

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.plan import Plan
-from autopar.planner.parts import rows_of
-from autopar.planner.planner import Inputs, call_arguments
+from autopar.planner.tracing import Inputs, call_arguments, rows_of
 
 _MOST_TRIES = 5
 

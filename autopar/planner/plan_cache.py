@@ -28,9 +28,9 @@ import torch
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planner.mesh_search import check_choices
 from autopar.planner.padding import with_padding_of
 from autopar.planner.request import PlanRequest
+from autopar.planner.solve import check_choices
 from autopar.world import World, json_file
 from autopar.world.world import say_once
 

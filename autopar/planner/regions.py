@@ -6,30 +6,23 @@ and depend on one value: resharding that value or the region's results costs no 
 in between. Partial values are the exception: a sum of two partial ones can be all-reduced at once,
 but each by itself would take two collectives.
 
-`Known` shares options and tables between what looks alike, and `ReshardCosts` has the tables of
-what reshards cost between the layouts in which a value is made and wanted. Used by exact_search.py,
-objective.py and bounds/factor_graph.py.
+`Known` shares options and tables between what looks alike. Used by exact_search.py, objective.py
+and bounds/factor_graph.py.
 """
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.communication import path_parts
-from autopar.ir.layout import Element, Layout
+from autopar.ir.layout import Layout
 from autopar.ir.program import Annotations, Value
-from autopar.ir.reshard import reshard_steps
 from autopar.ir.strategy import Strategy
-from autopar.planner.elimination import LARGEST, too_large
-from autopar.world import World
 
 Array = NDArray[np.float64]
 
@@ -222,73 +215,3 @@ def _provided_layout(
     if isinstance(wire, tuple):
         return item[wire[0]].results[wire[1]]
     return root
-
-
-class Want(NamedTuple):
-    """One use of a value, or its making: its variable, and the layout that each option has."""
-
-    variable: int
-    key: Hashable
-    layouts: tuple[Layout, ...]
-
-
-class ReshardCosts:
-    """Seconds of reshards between layouts; tables for the same layouts are built once."""
-
-    def __init__(self, world: World, known: Known) -> None:
-        self._known = known
-        self._parts = _pricer(world)
-
-    def direct(self, native: Want, want: Want, element: Element) -> Array:
-        """Return the seconds from each layout of the maker to each of the user."""
-        key = ("direct", native.key, want.key, element)
-        return self._known.array(key, lambda: self._between(native.layouts, want.layouts, element))
-
-    def copied(self, native: Want, copy: Want, element: Element) -> Array:
-        """Return the seconds from each layout of the maker to each copy; a copy's first option is
-        none.
-        """
-
-        def make() -> Array:
-            matrix = self._between(native.layouts, copy.layouts, element)
-            return np.concatenate([np.zeros((len(native.layouts), 1)), matrix], axis=1)
-
-        return self._known.array(("copied", native.key, copy.key, element), make)
-
-    def nearer(self, native: Want, copy: Want, want: Want, element: Element) -> Array:
-        """Return the seconds to each layout of the user from the maker or the copy, whichever is
-        nearer. Raises PlanError where the table is larger than elimination takes.
-        """
-        sizes = (len(native.layouts), 1 + len(copy.layouts), len(want.layouts))
-        if math.prod(sizes) > LARGEST:
-            raise too_large(sizes)
-
-        def make() -> Array:
-            direct = self._between(native.layouts, want.layouts, element)[:, None, :]
-            through = self._between(copy.layouts, want.layouts, element)[None, :, :]
-            return np.concatenate([direct, np.minimum(direct, through)], axis=1)
-
-        return self._known.array(("nearer", native.key, copy.key, want.key, element), make)
-
-    def _between(
-        self, sources: Sequence[Layout], targets: Sequence[Layout], element: Element
-    ) -> Array:
-        rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
-        columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        whole = element._replace(share=1.0)  # searches at several shares ask for the same parts
-        parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
-        unique_pairs = parts[..., 0] + element.share * parts[..., 1]
-        return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
-
-
-@lru_cache(maxsize=4)
-def _pricer(world: World) -> Callable[[Layout, Layout, Element], tuple[float, float]]:
-    """Return the function that gives the seconds of a reshard: in memory, and of its collectives.
-    It remembers its results, since planning takes many searches on the same few meshes.
-    """
-
-    @lru_cache(maxsize=1 << 20)
-    def parts(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
-        return path_parts(reshard_steps(source, target), element, world)
-
-    return parts

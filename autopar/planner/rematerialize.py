@@ -8,7 +8,7 @@ that fits.
 
 `RematerializationSteps` prices a rung exactly, on the emitted program; `Estimated` interpolates,
 for deep models. `rematerialize_to_fit` is the last step of planning: an emitted program and a
-budget enter, the program with its recompute regions leaves. Called by planner.py, memory_search.py
+budget enter, the program with its recompute regions leaves. Called by confirm.py, fit.py
 and world_size.py.
 """
 
@@ -31,13 +31,13 @@ from autopar.cost.summary import (
     rematerialization_seconds,
     rematerialization_seconds_by_block,
 )
+from autopar.ir.deep_models import DeepModel
 from autopar.ir.graph import block_name, blocks
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import value_of
 from autopar.passes import emit_program, recompute
-from autopar.planner.deep_models import DeepModel
 from autopar.planner.ladders import Ladder, Names, Rematerialized, ladders
 from autopar.world import World
 

@@ -9,8 +9,8 @@ them, what all that comes before it costs at least. Read backwards that is an ex
 best-first search (Hart, Nilsson and Raphael's A*, 1968): a branch is entered only for what it
 holds. Tables of bytes, eliminated in the same order, say what a branch needs at least.
 
-Prices of bytes (memory_search.py) leave gaps between plans that few layers do not fill: of small
-models that fit, they would refuse some. Called by memory_search.py.
+Prices of bytes (fit.py) leave gaps between plans that few layers do not fill: of small
+models that fit, they would refuse some. Called by fit.py.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from autopar.planner.bounds.factor_graph import frame
 from autopar.planner.constraint import Constraint
 from autopar.planner.elimination import Table, order_of, spread
 from autopar.planner.exact_search import Search
-from autopar.planner.mesh_search import Candidate
 from autopar.planner.rematerialize import RematerializationSteps, TriedRematerialization
 from autopar.planner.request import PlanRequest, with_asked_recomputation
+from autopar.planner.space import Candidate
 from autopar.world import World
 
 Array = NDArray[np.float64]

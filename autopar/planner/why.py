@@ -4,7 +4,7 @@ plan.
 Example: plan.why("layers.*.mlp.up") prints the choice "up x→n y→m" and a row per runner-up with its
 extra seconds and bytes. A runner-up is fixed in all the nodes asked about, and everything else is
 searched again around it, so its cost elsewhere (reshards, storage) is in the difference. An
-annotated program, its plan and a pattern enter, a `Why` leaves. Called by planner.PlanContext.why.
+annotated program, its plan and a pattern enter, a `Why` leaves. Called by PlanContext.why.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from autopar.ir.graph import module_path, where
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes, format_seconds
 from autopar.ir.program import Program
-from autopar.ir.strategy import Choice, split_of
+from autopar.ir.strategy import AxisChoice, split_of
 from autopar.passes import emit_program, recompute
-from autopar.planner.bounds.messages import Bound
+from autopar.planner.bound import Bound, bound_on, near
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import Near, search, search_nearly
-from autopar.planner.mesh_search import bound_on, near
-from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import CostTerms, cost_terms
+from autopar.planner.plan_notes import uneven_notes_at
 from autopar.planner.request import Layouts
-from autopar.planner.unsplit import uneven_notes_at
+from autopar.planner.space import candidates
 
 _AROUND = (8, 4, 2)  # options per region elsewhere; fewer where tables outgrow memory
 _READ = (4, 8, 16, 32, 64, 128)  # options per region among which runners-up are sought
@@ -161,11 +160,11 @@ class _Question:
 
         return min(constraints, key=off)
 
-    def _others(self, bound: Bound, names: list[str]) -> list[tuple[Choice, ...]]:
+    def _others(self, bound: Bound, names: list[str]) -> list[tuple[AxisChoice, ...]]:
         """Return the most promising joint choices of the group's first node that split
         differently.
         """
-        choices: dict[tuple[str, ...], tuple[Choice, ...]] = {}
+        choices: dict[tuple[str, ...], tuple[AxisChoice, ...]] = {}
         chosen = self.plan.choices[names[0]].splits
         for most in _READ:
             for joint in near(bound, math.inf, most).get(names[0], ()):
@@ -176,7 +175,9 @@ class _Question:
                 break
         return list(choices.values())[:_EACH]
 
-    def _around(self, bound: Bound, names: list[str], choice: tuple[Choice, ...]) -> Plan | None:
+    def _around(
+        self, bound: Bound, names: list[str], choice: tuple[AxisChoice, ...]
+    ) -> Plan | None:
         """Return the best plan in which these nodes make this choice; None where there is none."""
         for most in _AROUND:
             among: Near = {**near(bound, math.inf, most), **dict.fromkeys(names, (choice,))}

@@ -3,7 +3,7 @@ fit.
 
 Example: "8 devices" instead of 16, within 1 % of the step time. Both are searched quickly, on
 meshes of at most two axes. An annotated program and its plan enter. `smaller_world` is called by
-api.py, `larger_world` by planner.py, for the refusal of a plan that does not fit.
+api.py, `larger_world` by confirm.py, for the refusal of a plan that does not fit.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner.bounds.factor_graph import frame
-from autopar.planner.deep_models import ShortenedModel
-from autopar.planner.memory_search import LimitedSearch
-from autopar.planner.mesh_search import Candidate, exact, meshes_by_bound
-from autopar.planner.named_layouts import candidates
+from autopar.planner.bound import lower_bounds
+from autopar.planner.fit import LimitedSearch
 from autopar.planner.rematerialize import effort
 from autopar.planner.request import PlanRequest
+from autopar.planner.solve import ShortenedModel, exact
+from autopar.planner.space import Candidate, candidates
 from autopar.world import World
 
 _AS_FAST = 1.01  # times the plan's seconds
@@ -70,12 +69,11 @@ def _seconds_if_as_fast(
         return None
     step_limit = plan.step_seconds * _AS_FAST
     sum_limit = step_limit if world.ranks == 1 else plan.seconds * _AS_FAST
-    full_frame = frame(program)
-    bounds = meshes_by_bound(full_frame, layout_candidates, world)
+    bounds = lower_bounds(program, layout_candidates, world)
     most_promising = min(range(len(layout_candidates)), key=bounds.__getitem__)
     if bounds[most_promising] > sum_limit:
         return None
-    least, _ = exact(full_frame, *layout_candidates[most_promising], world)
+    least, _ = exact(program, *layout_candidates[most_promising], world)
     if least.seconds > sum_limit:
         return None
     budget_without_recompute = dataclasses.replace(request.budget, recompute="none")
@@ -103,7 +101,7 @@ def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memo
         search.meshes = layout_candidates
         try:
             found = search.frugal(plan.seconds, needs.peak)
-            if budget.fits(found.memory) and budget.fits(search.worked_out(found).memory):
+            if found.fits(budget) and search.worked_out(found).fits(budget):
                 return f"{world.ranks} devices"
         except PlanError:
             continue
@@ -123,7 +121,7 @@ def _small_candidates(program: Program, world: World, request: PlanRequest) -> l
     mesh.
     """
     try:
-        all_candidates = list(candidates(request.layout or "auto", world.ranks, program))
+        all_candidates = candidates(request.layout or "auto", world.ranks, program)
     except LayoutError:
         return []
     return [

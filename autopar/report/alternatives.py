@@ -14,9 +14,10 @@ from autopar.cost.memory import Budget
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.plan import Plan
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.named_layouts import rivals
-from autopar.planner.planner import choose_plan, finish_plan
+from autopar.planner.confirm import finish_plan
+from autopar.planner.planner import choose_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.space import rivals
 
 NAMED = ("ddp", "fsdp", "megatron-sp", "4d", "megatron", "ep", "cp", "atp", "3d", "2.5d")
 _PATIENCE_S = 30.0  # after which no further layout is begun

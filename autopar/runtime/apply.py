@@ -34,22 +34,15 @@ from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes import trace
 from autopar.passes.interleave import interleaved
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.edit import check_edits, compare_figures, is_unchanged
-from autopar.planner.named_layouts import candidates
+from autopar.planner.confirm import finish_plan, fit_to_memory
+from autopar.planner.edit import check_edits, compare_figures
 from autopar.planner.objective import cost_terms
 from autopar.planner.padding import with_padding_of
-from autopar.planner.parts import trace_step
-from autopar.planner.planner import (
-    Inputs,
-    PlanContext,
-    analyse,
-    choose_on_stored,
-    choose_plan,
-    fingerprint,
-    finish_plan,
-    fit_to_memory,
-)
+from autopar.planner.plan_context import PlanContext, fingerprint
+from autopar.planner.planner import analyse, choose_on_stored, choose_plan
 from autopar.planner.request import Layouts, Outputs, PlanRequest
+from autopar.planner.space import candidates
+from autopar.planner.tracing import Inputs, trace_step
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
 from autopar.world import World, ranks, store
@@ -276,7 +269,7 @@ def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def plan_context(model: nn.Module, plan: Plan, inputs: Inputs | None) -> PlanContext:
     """Return the plan's context, made anew where it is missing or outdated."""
     context: PlanContext | None = plan.context
-    if context is not None and is_unchanged(plan, context.program):
+    if context is not None and plan.decides_as(context.plan):
         return context
     if inputs is None:
         what = "from a file" if context is None else "that was changed since it was made"

@@ -22,7 +22,7 @@ from autopar.cost.calibration.fit import Attended
 from autopar.cost.calibration.measure import Progress
 from autopar.ir.sharding_rule import OpShardingRule, results_of
 from autopar.passes import annotate, masks, trace
-from autopar.planner.planner import Inputs, call_arguments
+from autopar.planner.tracing import Inputs, call_arguments
 from autopar.world import World, ranks
 
 UnshardedWork = tuple[torch.dtype, int, int, int]  # dtype, m, n, k of a matmul on one device

@@ -30,7 +30,7 @@ from autopar.ops.custom_functions import Captured
 from autopar.ops.devices import CPU, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
-from autopar.planner.planner import PlanContext
+from autopar.planner.plan_context import PlanContext
 from autopar.planner.request import Layouts
 from autopar.runtime.apply import agree_on_request, build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap

@@ -36,11 +36,11 @@ from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes import annotate, emit_program, recompute, trace
-from autopar.planner import mesh_search
+from autopar.planner import solve
 from autopar.planner.constraint import Constraint
-from autopar.planner.mesh_search import best
 from autopar.planner.planner import search_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.solve import best
 from benchmarks.step_time import cells
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
@@ -147,9 +147,8 @@ def peak() -> float:
 def chosen(program: Program, world: World, mesh: str | None) -> Program:
     """With its plan."""
     if mesh is None:
-        return mesh_search.search_meshes(program, world, PlanRequest("auto"))
-    found = best(program, [(Mesh.parse(mesh), Constraint("auto"))], world)
-    return replace(program, plan=replace(found.plan, bound=found.bound))
+        return solve.search_meshes(program, world, PlanRequest("auto"))
+    return replace(program, plan=best(program, [(Mesh.parse(mesh), Constraint("auto"))], world))
 
 
 def fitting(program: Program, world: World) -> Program:

@@ -31,7 +31,7 @@ AUTOPAR = Path(autopar.__file__).parent
 
 
 class Function(NamedTuple):
-    """A function of autopar: its module, as "planner/mesh_search", and its name."""
+    """A function of autopar: its module, as "planner/solve", and its name."""
 
     module: str
     name: str

@@ -1,4 +1,4 @@
-"""What is said of deep models by shorter ones (planner/deep_models.py), held against the whole.
+"""What is said of deep models by shorter ones (ir/deep_models.py), held against the whole.
 
     python -m benchmarks.planning.depth                #  about a minute of one core
     python -m benchmarks.planning.depth --model llama3-8b --layers 8 --layouts fsdp --json d.json
@@ -24,13 +24,13 @@ from autopar import World
 from autopar.cli.targets import NAMED, Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.simulator import timeline
+from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import Program
 from autopar.passes import annotate, emit_program, trace
-from autopar.planner import mesh_search
-from autopar.planner.deep_models import DeepModel
-from autopar.planner.overlap_search import simulate_plan
+from autopar.planner import solve
 from autopar.planner.rematerialize import Estimated, RematerializationSteps, Rematerialized
 from autopar.planner.request import PlanRequest
+from autopar.planner.simulate import simulate_plan
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}
@@ -49,7 +49,7 @@ class Row:
 
 
 def rows(program: Program, world: World, layout: str) -> Iterator[Row]:
-    chosen = mesh_search.search_meshes(program, world, PlanRequest(layout))
+    chosen = solve.search_meshes(program, world, PlanRequest(layout))
     assert chosen.plan is not None
     deep, budget = DeepModel(chosen), Budget(None, "adamw", "auto")
     made = emit_program(chosen, world)

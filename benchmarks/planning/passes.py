@@ -33,8 +33,10 @@ from autopar.cost.simulator.graph_events import Phase
 from autopar.ir.program import Input, Program
 from autopar.passes import OPTIONS
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import analyse, choose_plan, finish_plan, trace_model
+from autopar.planner.confirm import finish_plan
+from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.tracing import trace_model
 from autopar.runtime.backends import Scheduled
 from benchmarks.planning.__main__ import named
 from benchmarks.step_time import cells

@@ -48,10 +48,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program, Value
 from autopar.passes import emit_program, trace
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.deep_models import ShortenedModel
-from autopar.planner.overlap_search import simulate_plan
 from autopar.planner.planner import analyse, fastest_plans
 from autopar.planner.request import PlanRequest
+from autopar.planner.simulate import simulate_plan
+from autopar.planner.solve import ShortenedModel
 from autopar.world import Device, Level, Measured
 from autopar.world.machines import (
     CPU_BYTES_PER_S,
@@ -126,9 +126,8 @@ def planned(
     request = PlanRequest("auto", reduce_dtype=dtype)
     program = analyse(PassManager(), trace.trace(model, inputs, {}), request)
     fetching = regather_weights(program)
-    assert fetching.annotations is not None
     program = emit_program(chosen(fetching if again else program, world, mesh), world)
-    return Planned(program, summary_rows(program, world), fetching.annotations.again)
+    return Planned(program, summary_rows(program, world), fetching.counting.again)
 
 
 # -- the work --------------------------------------------------------------------------------------
@@ -264,11 +263,10 @@ def hidden() -> dict[str, dict[str, float]]:
     model = ShortenedModel(program, world := cluster())
     return {
         f"plan {number}": {
-            "step, ms": 1e3 * simulate_plan(one, world),
+            "step, ms": 1e3 * simulate_plan(one.program, world),
             "sum, ms": 1e3 * one.plan.seconds,
         }
         for number, one in enumerate(fastest_plans(model, PlanRequest(overlap=True)), 1)
-        if one.plan is not None
     }
 
 

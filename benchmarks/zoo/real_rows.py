@@ -20,7 +20,7 @@ import torch
 
 import autopar
 from autopar.ir.strategy import IDLE
-from autopar.planner.planner import trace_model
+from autopar.planner.tracing import trace_model
 from benchmarks.zoo.rows import Row, reason
 from benchmarks.zoo.sizes import Example, Factory
 

@@ -17,15 +17,11 @@ from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.original import compare_original
-from autopar.planner import mesh_search
-from autopar.planner.planner import (
-    analyse,
-    call_arguments,
-    choose_plan,
-    rewrite_for_ranks,
-    trace_model,
-)
+from autopar.planner import solve
+from autopar.planner.confirm import rewrite_for_ranks
+from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.tracing import call_arguments, trace_model
 from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import compare
 from autopar.world import World
@@ -53,7 +49,7 @@ class Subject:
         assert self.program.annotations is not None
         flops = sum(rule.flops for rule in self.program.annotations.specs.values())
         compare_original(model, source, call_arguments(inputs), flops)
-        single = mesh_search.search_meshes(self.program, World.of(1), PlanRequest())
+        single = solve.search_meshes(self.program, World.of(1), PlanRequest())
         self.on_one = rewrite_for_ranks(PassManager(), single, World.of(1))
 
     def choose(self, layout: str) -> Program:

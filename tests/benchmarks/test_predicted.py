@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import autopar
-from autopar.planner.named_layouts import candidates
+from autopar.planner.space import candidates
 from benchmarks.cluster import Failed
 from benchmarks.model import predicted
 from benchmarks.model.predicted import ALWAYS, Pair, groups_of, kendall

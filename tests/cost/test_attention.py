@@ -32,10 +32,11 @@ from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, OpShardingRule
 from autopar.ir.strategy import Strategy
+from autopar.planner.bound import bound_on, bounds_of
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
-from autopar.planner.mesh_search import best, bound_on
 from autopar.planner.objective import COMPUTE, cost_terms
+from autopar.planner.solve import best
 from autopar.runtime import calibrate_on_ranks
 from autopar.world import Attention, Device, World
 from random_nets import analysed
@@ -112,8 +113,8 @@ def test_search_bound_and_plan_agree_on_it() -> None:
     assert exact > 2 * search(program, mesh, plain, AUTO).seconds
     assert exact * (1 - 5e-3) < float(bound_on(program, mesh, AUTO, world).run()[0])
     found = best(program, [(mesh, AUTO)], world)
-    assert found.plan.seconds == pytest.approx(exact, rel=1e-6)
-    assert max(found.bound, *found.bounds) <= exact * (1 + 1e-5)
+    assert found.seconds == pytest.approx(exact, rel=1e-6)
+    assert max(found.bound, *bounds_of(found)) <= exact * (1 + 1e-5)
     plan = autopar.plan(model, world, args, smaller=False, overlap=False)
     spent = cost_terms(plan.context.source, plan, world)
     assert sum(spent.values()) == pytest.approx(plan.seconds, rel=1e-9)

@@ -17,7 +17,7 @@ from autopar.cost.calibration import contention
 from autopar.cost.calibration.contention import measure_crowding, shared_cores
 from autopar.cost.communication import flat_price
 from autopar.cost.contention import lost_s, start_s
-from autopar.planner import overlap_search
+from autopar.planner import solve
 from autopar.world import Measured, ranks
 
 PAIRS = ((2, 1),)
@@ -98,6 +98,6 @@ def test_nobody_is_late_where_there_is_nobody_to_meet() -> None:
 
 
 def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:
-    assert overlap_search.shares(FREE) == overlap_search.SHARES
-    assert overlap_search.shares(world(0.2)) == (*overlap_search.SHARES[:-1], 0.2)
-    assert overlap_search.shares(world(0.9)) == (0.9,)
+    assert solve.shares(FREE) == solve.SHARES
+    assert solve.shares(world(0.2)) == (*solve.SHARES[:-1], 0.2)
+    assert solve.shares(world(0.9)) == (0.9,)

@@ -9,12 +9,12 @@ import pytest
 
 from autopar import World
 from autopar.cost.communication import path_seconds
+from autopar.cost.many_meshes import Meshes
 from autopar.ir.layout import Element, I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import reshard_steps
-from autopar.planner.bounds import messages
+from autopar.planner import bound
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
-from autopar.planner.bounds.meshes import Meshes
 from autopar.planner.bounds.reshard_costs import ReshardBounds
 
 WORLD = World.preset("dgx-h100", ranks=32)
@@ -88,6 +88,6 @@ def test_options_and_states(states: tuple[int, ...]) -> None:
     expected = np.full((3, 3, 4), BIG, np.float32)
     for (i, a), (j, b) in itertools.product(enumerate(states), repeat=2):
         expected[a, b] = np.minimum(expected[a, b], seconds[i, j])
-    np.testing.assert_array_equal(messages.least(seconds, states, known), expected)
-    spread = messages.spread(expected, states, known)
+    np.testing.assert_array_equal(bound.least(seconds, states, known), expected)
+    spread = bound.spread(expected, states, known)
     np.testing.assert_array_equal(spread, expected[np.ix_(states, states)])

@@ -20,7 +20,8 @@ from autopar.ir.program import Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 from autopar.ir.strategy import Strategy
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import analyse, trace_model
+from autopar.planner.planner import analyse
+from autopar.planner.tracing import trace_model
 from traced import run
 
 

@@ -17,7 +17,8 @@ import autopar
 import models
 import readme as program
 from autopar._compat import FakeTensorMode, pytree
-from autopar.planner.planner import fingerprint, trace_model
+from autopar.planner.plan_context import fingerprint
+from autopar.planner.tracing import trace_model
 from readme import scalar
 
 Facts = dict[str, Any]

@@ -24,8 +24,8 @@ from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.sharded import draws
 from autopar.passes.pass_manager import PassManager
-from autopar.planner import planner
-from autopar.planner.planner import fingerprint
+from autopar.planner import planner, tracing
+from autopar.planner.plan_context import fingerprint
 from autopar.runtime import lockstep
 from autopar.runtime.reference import double_by_default, to_float64
 from autopar.world import World
@@ -137,7 +137,7 @@ def read_layout(text: str, built: Built, ranks: int) -> tuple[Any, World | None]
     drawn = _PLAN.fullmatch(text)
     if not drawn:
         return eval(text, {"autopar": autopar}), World.of(ranks)
-    source = planner.trace_model(built.model, built.inputs)
+    source = tracing.trace_model(built.model, built.inputs)
     program = planner.analyse(PassManager(), to_float64(source))
     plan = random_plan(program, drawn[1], World.of(ranks), int(drawn[2]))
     return dataclasses.replace(plan, fingerprint=fingerprint(source)), None

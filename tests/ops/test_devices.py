@@ -9,7 +9,7 @@ from torch import fx, nn
 from autopar import WorldError
 from autopar.ops import devices
 from autopar.passes import trace
-from autopar.planner.planner import fingerprint
+from autopar.planner.plan_context import fingerprint
 from autopar.world import ranks, store
 
 CPU, META = torch.device("cpu"), torch.device("meta")

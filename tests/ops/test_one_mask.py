@@ -20,7 +20,7 @@ from autopar.ir.program import Program
 from autopar.ops.recomputation import recompute_in_backward
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.pass_manager import PassManager
-from autopar.planner import planner
+from autopar.planner import confirm
 from dropped import DROPPED, Dropped, dropping
 from launch import launched
 from plans import Subject, named_or_refused, random_plan, subject
@@ -40,7 +40,7 @@ def random_program(name: str, mesh: str, draw: int) -> Program:
     world = autopar.World.of(Mesh.parse(mesh).size)
     plan = random_plan(known(name).program, mesh, world, draw)
     program = dataclasses.replace(known(name).program, plan=plan)
-    return planner.rewrite_for_ranks(PassManager(), program, world)
+    return confirm.rewrite_for_ranks(PassManager(), program, world)
 
 
 def seeds(module: fx.GraphModule) -> dict[str, list[int]]:

@@ -9,11 +9,11 @@ import pytest
 
 from autopar.cost import communication
 from autopar.cost.algorithms import Algorithm, _best, algorithms, flat_algorithms
+from autopar.cost.many_meshes import Meshes
 from autopar.cost.network import pattern
 from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Mesh
-from autopar.planner.bounds.meshes import Meshes
 from autopar.world import Device, Level, Measured, World
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)

@@ -34,7 +34,7 @@ from autopar.passes import (
     summa,
     trace,
 )
-from autopar.planner import mesh_search, planner
+from autopar.planner import confirm, plan_context, planner, solve
 from autopar.planner.request import PlanRequest
 from autopar.world import World
 
@@ -45,7 +45,7 @@ CHECKS = {
     "masks": masks.check,
     "annotate": annotate.check,
     "chains": annotate.check_chains,
-    "choose": mesh_search.check_choices,
+    "choose": solve.check_choices,
     "rewrite": rewrite.check,
     "hierarchy": hierarchy.check,
     "summa": summa.check,
@@ -66,7 +66,7 @@ def programs() -> dict[str, Program]:
     made["annotate"] = annotate.annotate(made["masks"])
     made["chains"] = annotate.chains(made["annotate"])
     request = PlanRequest(autopar.Grid25D(q=2, d=1))
-    made["choose"] = mesh_search.search_meshes(made["chains"], world, request)
+    made["choose"] = solve.search_meshes(made["chains"], world, request)
     made["rewrite"] = rewrite.rewrite(made["choose"], world)
     made["hierarchy"] = hierarchy.hierarchy(made["rewrite"], world)
     made["summa"] = summa.summa(made["hierarchy"], world)
@@ -348,7 +348,7 @@ def test_the_runner_checks_what_every_pass_makes(
     if listed_pass is None:
         monkeypatch.setattr(module, function, broken)
     listed = tuple(p._replace(run=broken) if p.name == name else p for p in PIPELINE)
-    monkeypatch.setattr(planner, "PIPELINE", listed)
+    monkeypatch.setattr(confirm, "PIPELINE", listed)
     model, args, _ = models.gpt()
     with pytest.raises(AssertionError):
         autopar.plan(model, 4, args, layout="ddp", overlap=False)
@@ -376,7 +376,9 @@ def test_passes_do_not_change_what_they_are_given() -> None:
     world = World.of(4)
     finalize.finalize(summa.summa(hierarchy.hierarchy(made["rewrite"], world), world), world)
     assert before == [str(program.module.graph) for program in made.values()]
-    assert planner.fingerprint(made["trace"]) == planner.fingerprint(trace.trace(*models.gpt()[:2]))
+    assert plan_context.fingerprint(made["trace"]) == plan_context.fingerprint(
+        trace.trace(*models.gpt()[:2])
+    )
 
 
 # -- results that share memory ---------------------------------------------------------------------

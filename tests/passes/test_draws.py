@@ -17,9 +17,9 @@ from autopar.ops import sharded
 from autopar.passes.draws import draws
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.signature import bind
-from autopar.planner import planner
-from autopar.planner.planner import trace_model
+from autopar.planner import confirm, planner
 from autopar.planner.request import PlanRequest
+from autopar.planner.tracing import trace_model
 from autopar.runtime.verify import compare
 from autopar.world import World
 from mutations import CHANGES, Mutation, broken
@@ -183,7 +183,7 @@ def test_verify_notices_other_numbers(mutation: Mutation) -> None:
     known = subject(Model(reparametrised), inputs())
     world, request = World.of(2), PlanRequest("fsdp")
     chosen = planner.choose_plan(PassManager(), known.program, world, request)
-    program = planner.rewrite_for_ranks(PassManager(), chosen, world)
+    program = confirm.rewrite_for_ranks(PassManager(), chosen, world)
     leaves = list(known.inputs)
     assert compare(program, known.single, leaves, 1e-9).ranks == 2
     (noise,) = program.module.graph.find_nodes(op="call_function", target=sharded.draw)

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.errors import InputError, PlanError, VerificationError
-from autopar.planner.parts import trace_step
-from autopar.planner.planner import call_arguments, trace_model
+from autopar.planner.tracing import call_arguments, trace_model, trace_step
 from autopar.runtime.parts_check import compare_parts
 
 ROWS, TOKENS, CLASSES = 12, 5, 16

@@ -29,7 +29,7 @@ from autopar.ir.padding import (
 )
 from autopar.ops.local import UNPADDED
 from autopar.passes import annotate, pad
-from autopar.planner.planner import trace_model
+from autopar.planner.tracing import trace_model
 
 aten = torch.ops.aten
 

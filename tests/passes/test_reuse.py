@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.passes import trace
 from autopar.passes.trace import reuse
-from autopar.planner.planner import fingerprint
+from autopar.planner.plan_context import fingerprint
 
 FACTOR = 2.0
 BIAS = torch.ones(8)

@@ -22,15 +22,15 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner import memory_search
+from autopar.planner import fit
 from autopar.planner.elimination import Table
 from autopar.planner.ladders import Names, Rematerialized
-from autopar.planner.mesh_search import best
-from autopar.planner.named_layouts import candidates
 from autopar.planner.planner import search_plan
 from autopar.planner.rematerialize import RematerializationSearch, RematerializationSteps
 from autopar.planner.request import PlanRequest
 from autopar.planner.small_models import ascending, ranked
+from autopar.planner.solve import best
+from autopar.planner.space import candidates
 from autopar.world import World
 from random_nets import analysed, random_problem
 
@@ -95,7 +95,7 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     ).plan
     assert free is not None
     given = list(candidates("auto", world.ranks, program))
-    frugal = best(program, given, world, price=Price(ActivationMemory(program), 1.0)).plan
+    frugal = best(program, given, world, price=Price(ActivationMemory(program), 1.0))
     least, most = (peak_of(program, plan, world) for plan in (frugal, free))
     limit = least + part * (most - least)
     found = search_plan(
@@ -111,13 +111,13 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
 def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plan of least time fits by what it drops, one search at the price that it pays."""
     prices: list[float] = []
-    at = memory_search.LimitedSearch._at
+    at = fit.LimitedSearch._at
 
     def noted(self: Any, price: Price) -> Any:
         prices.append(price.seconds_per_byte)
         return at(self, price)
 
-    monkeypatch.setattr(memory_search.LimitedSearch, "_at", noted)
+    monkeypatch.setattr(fit.LimitedSearch, "_at", noted)
     program, world = analysed(*models.gpt()), World.preset("ethernet-25g", 4)
     free = search_plan(program, world, PlanRequest("4d")).plan
     assert free is not None

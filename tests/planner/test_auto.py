@@ -14,12 +14,12 @@ import torch
 import models
 from autopar.errors import LayoutError
 from autopar.ir.program import Program
-from autopar.planner import mesh_search
-from autopar.planner.deep_models import ShortenedModel
+from autopar.planner import solve
 from autopar.planner.named_layouts import NAMES
-from autopar.planner.overlap_search import simulate_plan
 from autopar.planner.planner import fastest_plans
 from autopar.planner.request import PlanRequest
+from autopar.planner.simulate import simulate_plan
+from autopar.planner.solve import ShortenedModel
 from autopar.world import World
 from random_nets import analysed
 
@@ -58,7 +58,7 @@ def slower_than_named(
 
 
 def summed(program: Program, world: World, layout: str) -> float:
-    plan = mesh_search.search_meshes(program, world, PlanRequest(layout)).plan
+    plan = solve.search_meshes(program, world, PlanRequest(layout)).plan
     assert plan is not None
     return plan.seconds
 
@@ -66,7 +66,8 @@ def summed(program: Program, world: World, layout: str) -> float:
 def by_step(program: Program, world: World, layout: str) -> float:
     """With communication under computation."""
     model = ShortenedModel(program, world)
-    return simulate_plan(fastest_plans(model, PlanRequest(layout, overlap=True))[0], world)
+    first = fastest_plans(model, PlanRequest(layout, overlap=True))[0]
+    return simulate_plan(first.program, world)
 
 
 def combinations() -> list[Any]:

@@ -13,10 +13,10 @@ import models
 from autopar.cost.block_memory import Rise, peak_of
 from autopar.cost.memory import Budget
 from autopar.errors import LayoutError
+from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import Program
 from autopar.passes import annotate, emit_program, trace
-from autopar.planner import mesh_search
-from autopar.planner.deep_models import DeepModel
+from autopar.planner import solve
 from autopar.planner.ladders import Rematerialized
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.rematerialize import Estimated, RematerializationSteps
@@ -62,7 +62,7 @@ class Residual(nn.Module):
 def _chosen(name: str, layout: str, optimizer: str) -> tuple[Program, Budget]:
     model, (args, given) = MODELS[name]()
     program = annotate.chains(annotate.annotate(trace.trace(model, args, given)))
-    found = mesh_search.search_meshes(program, WORLD, PlanRequest(layout))
+    found = solve.search_meshes(program, WORLD, PlanRequest(layout))
     return found, Budget(1e15, optimizer)
 
 

@@ -13,14 +13,13 @@ import models
 from autopar import PlanError, World
 from autopar.cost.memory import Budget, Recompute
 from autopar.cost.simulator import timeline
+from autopar.ir.deep_models import DeepModel
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes import annotate, emit_program, trace
-from autopar.planner import mesh_search
-from autopar.planner.deep_models import DeepModel
-from autopar.planner.memory_search import LimitedSearch
-from autopar.planner.overlap_search import simulate_plan
+from autopar.planner import solve
+from autopar.planner.fit import LimitedSearch
 from autopar.planner.planner import search_plan
 from autopar.planner.rematerialize import (
     Estimated,
@@ -29,6 +28,7 @@ from autopar.planner.rematerialize import (
     rematerialize_to_fit,
 )
 from autopar.planner.request import PlanRequest
+from autopar.planner.simulate import simulate_plan
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)
@@ -97,9 +97,7 @@ def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
     else:
         model, args, given = models.llama(num_hidden_layers=LAYERS)
     world = World.preset("dgx-h100", ranks=ranks)
-    return mesh_search.search_meshes(
-        program_of(model, args, given), world, PlanRequest(layout)
-    ), world
+    return solve.search_meshes(program_of(model, args, given), world, PlanRequest(layout)), world
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_steps_and_peaks_are_those_of_the_whole(name, layout):
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 def test_blocks_that_come_in_turns_are_units(layout: str) -> None:
     world, model = World.preset("dgx-h100", ranks=4), InTurns(2 * 10 + 1)
-    program = mesh_search.search_meshes(
+    program = solve.search_meshes(
         program_of(model, (torch.randn(8, 4, 32),)), world, PlanRequest(layout)
     )
     deep = DeepModel(program)
@@ -155,11 +153,9 @@ def check_against_whole(
 def test_only_equal_blocks_are_left_out():
     world = World.of(2)
     x = torch.randn(4, 32)
-    plain = mesh_search.search_meshes(program_of(Deepened(), (x,)), world, PlanRequest("ddp"))
-    odd = mesh_search.search_meshes(program_of(Deepened(odd=3), (x,)), world, PlanRequest("ddp"))
-    skip = mesh_search.search_meshes(
-        program_of(Deepened(skip=True), (x,)), world, PlanRequest("ddp")
-    )
+    plain = solve.search_meshes(program_of(Deepened(), (x,)), world, PlanRequest("ddp"))
+    odd = solve.search_meshes(program_of(Deepened(odd=3), (x,)), world, PlanRequest("ddp"))
+    skip = solve.search_meshes(program_of(Deepened(skip=True), (x,)), world, PlanRequest("ddp"))
     assert [len(run) for run in DeepModel(plain).runs] == [LAYERS - 1]  # the first takes the input
     assert DeepModel(odd).runs == ()  # too few on either side of it
     assert DeepModel(skip).runs == ()  # every block is used at the end

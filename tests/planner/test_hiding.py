@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -15,16 +14,17 @@ import models
 from autopar import Plan
 from autopar.cost.activations import Middle, activation_bytes
 from autopar.cost.memory import Budget
-from autopar.ir.program import Program
+from autopar.ir.deep_models import DeepModel
+from autopar.ir.program import IN_FULL, Program
 from autopar.passes import annotate, trace
-from autopar.planner import mesh_search, overlap_search
-from autopar.planner.deep_models import DeepModel, ShortenedModel
+from autopar.planner import simulate, solve
+from autopar.planner.contender import Contender
 from autopar.planner.exact_search import search
-from autopar.planner.mesh_search import best
-from autopar.planner.named_layouts import candidates
 from autopar.planner.objective import cost_terms
 from autopar.planner.planner import fastest_plans
 from autopar.planner.request import PlanRequest
+from autopar.planner.solve import ShortenedModel, best
+from autopar.planner.space import candidates
 from autopar.world import World
 from benchmarks.planning.quality import cluster, small_gpt
 from random_nets import analysed
@@ -39,22 +39,29 @@ def program() -> Program:
 
 
 @lru_cache
-def several() -> list[Program]:
+def several() -> list[Contender]:
     return fastest_plans(ShortenedModel(program(), WORLD), PlanRequest(overlap=True))
 
 
+def contenders(least: Contender, request: PlanRequest, name: str = "") -> solve.Contenders:
+    """All plans beside the one that counts as that of the least sum."""
+    made = solve.Contenders(least.program, ShortenedModel(program(), WORLD), request)
+    for one in several():
+        made.enter(DeepModel(one.program), name)
+    return made
+
+
 def test_the_shortest_step_comes_first() -> None:
-    steps = [overlap_search.simulate_plan(one, WORLD) for one in several()]
+    steps = [simulate.simulate_plan(one.program, WORLD) for one in several()]
     assert steps == sorted(steps) and len(steps) > 1
 
 
 def test_the_sum_is_not_what_a_step_takes() -> None:
     """On a slow link a plan that gathers and sums more, but where it hides, is a tenth faster."""
-    first, summed = several()[0], min(several(), key=lambda one: one.plan.seconds)  # type: ignore[union-attr]
-    assert overlap_search.simulate_plan(first, WORLD) < 0.9 * overlap_search.simulate_plan(
-        summed, WORLD
+    first, summed = several()[0], min(several(), key=lambda one: one.plan.seconds)
+    assert simulate.simulate_plan(first.program, WORLD) < 0.9 * simulate.simulate_plan(
+        summed.program, WORLD
     )
-    assert first.plan is not None and summed.plan is not None
     mesh, rules = next(
         one for one in candidates("auto", WORLD.ranks, program()) if one[0] == summed.plan.mesh
     )
@@ -65,57 +72,57 @@ def test_the_sum_is_not_what_a_step_takes() -> None:
 
 def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
     held = Middle(program(), "adamw")
-    sizes = [activation_bytes(held, one.plan) for one in several() if one.plan is not None]
-    limit, best = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
-    others = overlap_search._Others(
-        best, ShortenedModel(program(), WORLD), PlanRequest(budget=Budget(limit))
-    )
-    for one in several():
-        others._enter(DeepModel(one))
-    left = {id(one.deep.program) for one in others.near()} - {id(best)}
-    assert left <= {id(one) for one, size in zip(several(), sizes, strict=True) if size <= limit}
-    assert left and others.deep in {one.deep for one in others.near()}
+    sizes = [activation_bytes(held, one.plan) for one in several()]
+    limit, most = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
+    others = contenders(most, PlanRequest(budget=Budget(limit)))
+    run = simulate.most_promising(others, others.request)
+    left = {id(one.program) for one in run} - {id(most.program)}
+    fitting = zip(several(), sizes, strict=True)
+    assert left <= {id(one.program) for one, size in fitting if size <= limit}
+    assert left and others.least_sum in run
 
 
 def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlap_search, "_RUN", 1)
-    best = several()[0]
-    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), PlanRequest())
-    for one in several():
-        others._enter(DeepModel(one))
-    rated = list(others.found.values())
-    for one in rated:
-        summed = overlap_search._plan(one.deep.program).seconds
-        assert one.middle == pytest.approx(one.light + summed)
-    first = {min(rated, key=lambda one: one.light), min(rated, key=lambda one: one.middle)}
+    monkeypatch.setattr(simulate, "_RUN", 1)
+    others = contenders(several()[0], PlanRequest())
+    every = list(others.all.values())
+    first = {
+        min(every, key=lambda one: one.least_step), min(every, key=simulate.half_hidden),
+    }  # fmt: skip
     assert len(first) == 2
-    assert {one.deep for one in others.near()} == {one.deep for one in first} | {others.deep}
+    assert {*simulate.most_promising(others, others.request)} == {*first, others.least_sum}
 
 
 def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many others are more promising; of several plans of it the one that is the most."""
-    monkeypatch.setattr(overlap_search, "_RUN", 1)
-    monkeypatch.setattr(overlap_search, "_NEAR", 10.0)
-    best = several()[0]
-    others = overlap_search._Others(best, ShortenedModel(program(), WORLD), PlanRequest())
-    for one in several():
-        others._enter(DeepModel(one), "these")
+    monkeypatch.setattr(simulate, "_RUN", 1)
+    for module in (simulate, solve):
+        monkeypatch.setattr(module, "NEAR", 10.0)
+    others = contenders(several()[0], PlanRequest(), "these")
     others.take_named("megatron")
     these, megatron = (
-        min(others.names[name].values(), key=lambda one: one.middle)
-        for name in ("these", "megatron")
+        min(others.named[name].values(), key=simulate.half_hidden) for name in ("these", "megatron")
     )
-    light = min(others.found.values(), key=lambda one: one.light)
-    assert len(others.names["megatron"]) > 1 and megatron.middle > these.middle
-    near = {one.deep for one in others.near()}
-    assert near == {light.deep, these.deep, megatron.deep, others.deep}
+    hidden = min(others.all.values(), key=lambda one: one.least_step)
+    assert len(others.named["megatron"]) > 1 and simulate.half_hidden(
+        megatron
+    ) > simulate.half_hidden(these)
+    assert {*simulate.most_promising(others, others.request)} == {
+        hidden,
+        these,
+        megatron,
+        others.least_sum,
+    }
 
 
-def rated(light: float, bare: float, name: str) -> Any:
-    """A plan that takes `bare` seconds where what can overlap takes no time."""
-    full = bare + (light - bare) / overlap_search.shares(WORLD)[-1]
-    deep: Any = SimpleNamespace(program=name, runs=())
-    return overlap_search._Rated(light, light + full, deep)
+def contender(least_step: float, exposed: float, name: str) -> Contender:
+    """A plan that takes `exposed` seconds where what can overlap takes no time."""
+    full = exposed + (least_step - exposed) / solve.shares(WORLD)[-1]
+    program = SimpleNamespace(name=name, plan=SimpleNamespace(seconds=full))
+    deep: Any = SimpleNamespace(program=program, runs=())
+    made = Contender(deep, least_step)
+    assert simulate.exposed(made, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
+    return made
 
 
 def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
@@ -126,16 +133,16 @@ def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
     simulated: list[str] = []
 
     def step(deep: Any, _: World) -> float:
-        simulated.append(deep.program)
-        return steps[deep.program]
+        simulated.append(deep.program.name)
+        return steps[deep.program.name]
 
-    monkeypatch.setattr(overlap_search, "_step", step)
-    monkeypatch.setattr(overlap_search, "_blocks_of_step", lambda deep: deep)
+    monkeypatch.setattr(simulate, "_step", step)
+    monkeypatch.setattr(simulate, "_blocks_of_step", lambda deep: deep)
     given = [
-        rated(2.0, 1.9, "slow"), rated(1.0, 0.9, "first"), rated(1.3, 0.95, "leans"),
-        rated(1.05, 1.04, "near"), rated(1.4, 1.3, "slower"),
+        contender(2.0, 1.9, "slow"), contender(1.0, 0.9, "first"), contender(1.3, 0.95, "leans"),
+        contender(1.05, 1.04, "near"), contender(1.4, 1.3, "slower"),
     ]  # fmt: skip
-    found = [one.deep.program for one in overlap_search._by_step(given, WORLD)]
+    found = [one.deep.program.name for one in simulate._by_step(given, WORLD, {})]
     assert found == ["leans", "first", "near", "slower", "slow"]
     assert simulated == ["first", "near", "leans"]
 
@@ -147,18 +154,18 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_whole(
     estimates, whole = {"a": 1.0, "b": 1.1, "c": 1.2}, {"a": 1.3, "b": 1.15, "c": 0.5}
     looked: list[str] = []
 
-    def bucket_seconds(name: str, _: World) -> tuple[float, ...]:
-        looked.append(name)
-        return 2 * whole[name], whole[name]
+    def bucket_seconds(program: Any, _: World) -> tuple[float, ...]:
+        looked.append(program.name)
+        return 2 * whole[program.name], whole[program.name]
 
-    monkeypatch.setattr(overlap_search, "_step", lambda deep, _: estimates[deep.program])
+    monkeypatch.setattr(simulate, "_step", lambda deep, _: estimates[deep.program.name])
     monkeypatch.setattr(
-        overlap_search, "_blocks_of_step", lambda deep: SimpleNamespace(runs=(("blocks",),))
+        simulate, "_blocks_of_step", lambda deep: SimpleNamespace(runs=(("blocks",),))
     )
-    monkeypatch.setattr(overlap_search, "emit_program", lambda name, _: name)
-    monkeypatch.setattr(overlap_search, "bucket_seconds", bucket_seconds)
-    given = [rated(1.0, 0.9, name) for name in estimates]
-    found = [one.deep.program for one in overlap_search._by_step(given, WORLD)]
+    monkeypatch.setattr(simulate, "emit_program", lambda program, _: program)
+    monkeypatch.setattr(simulate, "bucket_seconds", bucket_seconds)
+    given = [contender(1.0, 0.9, name) for name in estimates]
+    found = [one.deep.program.name for one in simulate._by_step(given, WORLD, {})]
     assert found == ["b", "c", "a"] and looked == ["a", "b"]
 
 
@@ -166,24 +173,19 @@ def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
     given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
-    others = overlap_search._Others(
-        mesh_search.search_meshes(given, world, PlanRequest("ddp")),
+    others = solve.Contenders(
+        solve.search_meshes(given, world, PlanRequest("ddp")),
         ShortenedModel(given, world),
         PlanRequest(),
     )
     others.take_named("3d")
-    seconds = [
-        one.light
-        for one in others.found.values()
-        if overlap_search._plan(one.deep.program).layout == "3d"
-    ]
-    assert min(seconds) < overlap_search._NEAR * others.least < max(seconds)
+    seconds = [one.least_step for one in others.all.values() if one.plan.layout == "3d"]
+    assert min(seconds) < solve.NEAR * others.least_step < max(seconds)
 
 
 def test_every_plan_has_its_real_price() -> None:
     for one in several():
-        assert one.plan is not None and one.annotations is not None
-        assert one.annotations.share == 1.0
+        assert one.program.counting == IN_FULL
         assert sum(cost_terms(program(), one.plan, WORLD).values()) == pytest.approx(
             one.plan.seconds
         )
@@ -192,13 +194,11 @@ def test_every_plan_has_its_real_price() -> None:
 @pytest.mark.parametrize("share", [0.4, 0.1])
 def test_a_share_lowers_the_bound_with_the_price(share: float) -> None:
     """The bound stays one where weights count less: of each mesh, what the search finds."""
-    notes = program().annotations
-    assert notes is not None
-    light = replace(program(), annotations=replace(notes, share=share))
+    light = solve.with_share(program(), share)
     given = list(candidates("auto", WORLD.ranks, light))
     found, whole = (best(p, given, WORLD) for p in (light, program()))
-    assert found.bound <= found.plan.seconds * (1 + 1e-6) < whole.plan.seconds
-    assert found.bound == pytest.approx(found.plan.seconds, rel=1e-2)
+    assert found.bound <= found.seconds * (1 + 1e-6) < whole.seconds
+    assert found.bound == pytest.approx(found.seconds, rel=1e-2)
 
 
 def test_plan_says_both_and_a_file_keeps_them() -> None:

@@ -9,11 +9,10 @@ import pytest
 import models
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.planner.bounds.factor_graph import frame
+from autopar.planner.bound import bounds_of, near, pass_messages
 from autopar.planner.constraint import Constraint
-from autopar.planner.deep_models import with_share
-from autopar.planner.mesh_search import best_at_shares, near, pass_messages, quick_best
-from autopar.planner.named_layouts import candidates
+from autopar.planner.solve import best_at_shares, quick_best, with_share
+from autopar.planner.space import candidates
 from autopar.world import World
 from random_nets import analysed
 
@@ -32,7 +31,7 @@ def test_shares_are_bounded_as_each_by_itself(program: Program) -> None:
     given = [(Mesh.parse(name), Constraint("auto")) for name in ("x2.y8", "x4.y4")]
     columns = [(pair, share) for share in SHARES for pair in given]
     together = pass_messages(
-        frame(with_share(program, SHARES[0])),
+        with_share(program, SHARES[0]),
         [pair for pair, _ in columns],
         world,
         shares=[share for _, share in columns],
@@ -40,7 +39,7 @@ def test_shares_are_bounded_as_each_by_itself(program: Program) -> None:
     bounds = together.run(2)
     assert bounds[0] < bounds[2] < bounds[4]
     for place, (pair, share) in enumerate(columns):
-        alone = pass_messages(frame(with_share(program, share)), [pair], world)
+        alone = pass_messages(with_share(program, share), [pair], world)
         assert bounds[place] == pytest.approx(alone.run(2)[0], rel=2e-3)
         least = near(alone, math.inf, 1)
         among = near(together, 0.02 * float(bounds[place]), 8, place)
@@ -54,12 +53,13 @@ def test_plans_at_shares_are_those_found_one_by_one(program: Program) -> None:
     programs = [with_share(program, share) for share in SHARES]
     for share, plan in zip(programs, best_at_shares(programs, given, world), strict=True):
         alone = quick_best(share, given, world)
-        assert plan.seconds == pytest.approx(alone.plan.seconds, rel=3e-3)
-        assert alone.bound <= alone.plan.seconds
+        assert plan.seconds == pytest.approx(alone.seconds, rel=3e-3)
+        assert alone.bound <= alone.seconds
 
 
 def test_few_meshes_under_rules_are_all_searched(program: Program) -> None:
     world = World.preset("ethernet-25g", 16)
     given = list(candidates("4d", 16, program))[:5]
     found = quick_best(program, given, world)
-    assert len(found.bounds) == 5 and found.plan.seconds == min(found.bounds)
+    bounds = bounds_of(found)
+    assert len(bounds) == 5 and found.seconds == min(bounds)

@@ -8,14 +8,15 @@ from functools import lru_cache
 import pytest
 import torch
 
+from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import Program
 from autopar.passes import emit_program
-from autopar.planner import mesh_search
-from autopar.planner.deep_models import DeepModel, ShortenedModel, sum_of_blocks
-from autopar.planner.mesh_search import promising_meshes
-from autopar.planner.named_layouts import candidates
-from autopar.planner.objective import cost_terms
+from autopar.planner import solve
+from autopar.planner.bound import promising
+from autopar.planner.objective import cost_terms, sum_of_blocks
 from autopar.planner.request import PlanRequest
+from autopar.planner.solve import ShortenedModel
+from autopar.planner.space import candidates
 from autopar.world import World
 from models import Gpt
 from random_nets import analysed
@@ -37,11 +38,11 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
         list(program().module.graph.nodes)
     )
     deep = shallow.chosen(shallow.best(given), PlanRequest())
-    mesh_search.check_choices(deep.program)
+    solve.check_choices(deep.program)
     emit_program(deep.program, WORLD)
     plan, whole = (
         deep.program.plan,
-        mesh_search.search_meshes(program(), WORLD, PlanRequest(layout)).plan,
+        solve.search_meshes(program(), WORLD, PlanRequest(layout)).plan,
     )
     assert plan is not None and whole is not None
     assert plan.seconds == pytest.approx(whole.seconds, rel=1e-3)
@@ -51,7 +52,7 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
 
 def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
     shallow, given = ShortenedModel(program(), WORLD), list(candidates("4d", 4, program()))
-    near = promising_meshes(shallow.bounds(given), given, 2)
+    near = promising(shallow.bounds(given), given, 2)
     each = [shallow.chosen(shallow.plan([one]), PlanRequest()).program.plan for one in near]
     least = min(plan.seconds for plan in each if plan is not None)
     found = shallow.chosen(shallow.best(given), PlanRequest()).program.plan
@@ -60,7 +61,7 @@ def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
 
 def test_a_run_of_blocks_ends_where_layouts_do() -> None:
     """Known structure, another plan: blocks are alike only while their layouts are."""
-    chosen = mesh_search.search_meshes(program(), WORLD, PlanRequest("ddp"))
+    chosen = solve.search_meshes(program(), WORLD, PlanRequest("ddp"))
     plan, deep = chosen.plan, DeepModel(replace(chosen, plan=None))
     assert plan is not None
     (run,) = deep.runs

@@ -32,7 +32,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ops.process_groups import connect
 from autopar.passes import annotate, trace
 from autopar.planner.exact_search import Search
-from autopar.planner.named_layouts import candidates
+from autopar.planner.space import candidates
 from autopar.runtime.apply import placements
 from fused_models import FUSED
 from on_ranks import Facts, run_tasks

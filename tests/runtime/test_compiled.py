@@ -20,8 +20,9 @@ import models
 from autopar import PlanError
 from autopar.cost.memory import Budget
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import analyse, choose_plan, trace_model
+from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import PlanRequest
+from autopar.planner.tracing import trace_model
 from autopar.runtime import dynamo_backend
 from launch import ROOT, environment, launched
 

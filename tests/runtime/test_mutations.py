@@ -25,7 +25,7 @@ from autopar.ops import autograd, comm, sharded
 from autopar.ops import collectives as c
 from autopar.ops.rules.pointwise import pointwise
 from autopar.passes.pass_manager import PassManager
-from autopar.planner import planner
+from autopar.planner import confirm, planner, tracing
 from autopar.planner.request import PlanRequest
 from autopar.runtime.verify import Check, compare
 from mutations import (
@@ -87,11 +87,11 @@ def planned(name: str) -> Program:
         world = World.of(Mesh.parse(mesh).size)
         plan = random_plan(gpt().program, mesh, world, int(seed))
         chosen = dataclasses.replace(gpt().program, plan=plan)
-    return planner.rewrite_for_ranks(PassManager(), chosen, world)
+    return confirm.rewrite_for_ranks(PassManager(), chosen, world)
 
 
 def verified(program: Program) -> Check:
-    leaves = pytree.tree_leaves(planner.call_arguments(gpt().inputs))
+    leaves = pytree.tree_leaves(tracing.call_arguments(gpt().inputs))
     return compare(program, gpt().single, leaves, 1e-9)
 
 

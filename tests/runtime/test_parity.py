@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import trace
-from autopar.planner import exact_search, mesh_search, regions
+from autopar.planner import exact_search, solve
 from autopar.planner.named_layouts import Constraint
 
 LIMIT = 1e-9
@@ -234,8 +234,8 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         weight = rng.choice([0.02, 0.3, 1.0])  # of conversions: the smaller, the more of them
         monkeypatch.setattr(exact_search, "node_costs", lambda *_: (rng.random(), []))
         monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
-        monkeypatch.setattr(regions, "path_parts", convert)
-        monkeypatch.setattr(mesh_search, "candidates", candidates)
+        monkeypatch.setattr(exact_search, "path_parts", convert)
+        monkeypatch.setattr(solve, "candidates", candidates)
 
     return from_seed
 

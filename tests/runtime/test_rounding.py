@@ -13,7 +13,7 @@ import mutations
 from autopar import VerificationError, World
 from autopar._compat import pytree
 from autopar.passes.pass_manager import PassManager
-from autopar.planner import planner
+from autopar.planner import confirm, planner, tracing
 from autopar.planner.request import PlanRequest
 from autopar.runtime import reference
 from autopar.runtime.reference import (
@@ -66,7 +66,7 @@ def test_what_is_zero_but_for_rounding_raises_no_alarm(body: Any, layout: str) -
 # -- nothing else gets more room by that -----------------------------------------------------------
 def known_of(found: Subject) -> Reference:
     leaves = [
-        tensor_to_float64(leaf) for leaf in pytree.tree_leaves(planner.call_arguments(found.inputs))
+        tensor_to_float64(leaf) for leaf in pytree.tree_leaves(tracing.call_arguments(found.inputs))
     ]
     with double_by_default():
         return reference_step(
@@ -116,8 +116,8 @@ def test_a_mistake_next_to_what_cancels_is_found() -> None:
     found = subject(simple(body), (rows(),))
     world = World.of(2)
     chosen = planner.choose_plan(PassManager(), found.program, world, PlanRequest("ddp"))
-    program = planner.rewrite_for_ranks(PassManager(), chosen, world)
-    leaves = pytree.tree_leaves(planner.call_arguments(found.inputs))
+    program = confirm.rewrite_for_ranks(PassManager(), chosen, world)
+    leaves = pytree.tree_leaves(tracing.call_arguments(found.inputs))
     compare(program, found.single, leaves, 1e-9)
     small = next(n.name for n in program.module.graph.nodes if 1e-5 in n.args)
     wrong = mutations.broken(program, small, mutations.another_divisor)

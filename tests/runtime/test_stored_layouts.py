@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.cost.many_meshes import HALF, Meshes
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -21,11 +22,10 @@ from autopar.ir.program import Program
 from autopar.ir.strategy import placements
 from autopar.passes import annotate, trace
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, frame
-from autopar.planner.bounds.meshes import HALF, Meshes
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import Search
-from autopar.planner.named_layouts import candidates
+from autopar.planner.space import candidates
 from fused_models import FUSED
 from launch import RANK_SCRIPTS, environment
 

@@ -12,7 +12,7 @@ import autopar
 from autopar import VerificationError
 from autopar.ops import local
 from autopar.passes.pass_manager import PassManager
-from autopar.planner import planner
+from autopar.planner import confirm, planner, tracing
 from autopar.planner.request import PlanRequest
 from autopar.runtime import reference
 from autopar.world import World
@@ -126,15 +126,15 @@ def inverted_into_new_memory(model: Any, x: Tensor) -> Tensor:
 
 def test_filling_leaves_the_program_as_it_was() -> None:
     pipeline, one = PassManager(), World.of(1)
-    source = planner.trace_model(Simple(inverted_into_new_memory), (rows(),))
+    source = tracing.trace_model(Simple(inverted_into_new_memory), (rows(),))
     program = planner.analyse(pipeline, source)
     chosen = planner.choose_plan(pipeline, program, one, PlanRequest("ddp"))
-    program = planner.rewrite_for_ranks(pipeline, chosen, one)
+    program = confirm.rewrite_for_ranks(pipeline, chosen, one)
     before = str(program.module.graph)
     (node,) = reference.unwritten_memory(program)
     filled = reference.fill_unwritten(program, reference.poison)
     assert str(program.module.graph) == before and "poison" in filled.module.code
     tamed = reference.fill_unwritten(program, reference.poison, only=f"not {node.name}")
     assert "poison" not in tamed.module.code and "tame" in tamed.module.code
-    source = planner.trace_model(Simple(lambda m, x: m.up(x).sum()), (rows(),))
+    source = tracing.trace_model(Simple(lambda m, x: m.up(x).sum()), (rows(),))
     assert reference.fill_unwritten(source, reference.poison) is source

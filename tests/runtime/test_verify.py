@@ -18,7 +18,7 @@ from autopar.cli.targets import Llama, Sizes
 from autopar.ir.layout import Layout
 from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, local
-from autopar.planner import planner
+from autopar.planner import confirm
 from autopar.planner.bounds.option_costs import OptionCosts
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
@@ -179,7 +179,7 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
             made.module.recompile()
         return made
 
-    monkeypatch.setattr(planner, "PIPELINE", (*before, last._replace(run=only_several)))
+    monkeypatch.setattr(confirm, "PIPELINE", (*before, last._replace(run=only_several)))
     assert refused(model, 2, inputs, "ddp").startswith("grad_error is ")
 
 

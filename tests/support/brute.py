@@ -26,8 +26,14 @@ from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Program, Value
 from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
-from autopar.ir.strategy import Choice as AxisChoice
-from autopar.ir.strategy import Strategy, axis_choices, placements, split_of, strategies
+from autopar.ir.strategy import (
+    AxisChoice,
+    Strategy,
+    axis_choices,
+    placements,
+    split_of,
+    strategies,
+)
 from autopar.ops.sharded import inner_collectives
 from autopar.planner.bounds.factor_graph import carries_gradient
 from autopar.world import World
@@ -244,8 +250,8 @@ class _Everything:
                 last = [i for i, t in enumerate(self.uses[value]) if not isinstance(t[0], int)]
                 outputs[str(number)] = picked[value][3][last[0]]
         return Plan(
-            objective.mesh, "auto", choices, stored, copies, outputs, 0.0, 0.0, 0.0,
-            world=objective.world,
+            mesh=objective.mesh, layout="auto", choices=choices, stored=stored, copies=copies,
+            outputs=outputs, seconds=0.0, world=objective.world,
         )  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from autopar._compat import pytree
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
-from autopar.planner import exact_search, mesh_search, planner
+from autopar.planner import confirm, exact_search, planner, solve, tracing
 from autopar.planner.constraint import Constraint, strategies
-from autopar.planner.regions import ReshardCosts
+from autopar.planner.exact_search import ReshardCosts
 from autopar.planner.request import PlanRequest
 from autopar.runtime.reference import to_float64
 from autopar.runtime.verify import Check, compare
@@ -39,26 +39,26 @@ class Subject:
         """Verified under a named layout; raises LayoutError where it does not fit."""
         world = World.of(ranks)
         chosen = planner.choose_plan(PassManager(), self.program, world, PlanRequest(layout))
-        return self._compared(planner.rewrite_for_ranks(PassManager(), chosen, world))
+        return self._compared(confirm.rewrite_for_ranks(PassManager(), chosen, world))
 
     def at_random(self, mesh: str, seed: int) -> Check:
         """Verified under a plan that draws one legal layout for every tensor and op."""
         world = World.of(Mesh.parse(mesh).size)
         plan = random_plan(self.program, mesh, world, seed)
         program = dataclasses.replace(self.program, plan=plan)
-        return self._compared(planner.rewrite_for_ranks(PassManager(), program, world))
+        return self._compared(confirm.rewrite_for_ranks(PassManager(), program, world))
 
     def _compared(self, several: Program) -> Check:
         return compare(
-            several, self.single, pytree.tree_leaves(planner.call_arguments(self.inputs)), 1e-9
+            several, self.single, pytree.tree_leaves(tracing.call_arguments(self.inputs)), 1e-9
         )
 
 
 def subject(model: nn.Module, inputs: Any) -> Subject:
-    program = planner.analyse(PassManager(), to_float64(planner.trace_model(model, inputs)))
+    program = planner.analyse(PassManager(), to_float64(tracing.trace_model(model, inputs)))
     one = World.of(1)
-    single = planner.rewrite_for_ranks(
-        PassManager(), mesh_search.search_meshes(program, one, PlanRequest("auto")), one
+    single = confirm.rewrite_for_ranks(
+        PassManager(), solve.search_meshes(program, one, PlanRequest("auto")), one
     )
     return Subject(model, inputs, program, single)
 
@@ -100,7 +100,7 @@ def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
 def assert_equal_to_eager(subject: Subject) -> None:
     """The traced graph in float64 gives what the model gives: verify compares with the graph."""
     model = copy.deepcopy(subject.model).double()
-    args, kwargs = pytree.tree_map(_double, planner.call_arguments(subject.inputs))
+    args, kwargs = pytree.tree_map(_double, tracing.call_arguments(subject.inputs))
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     held = {name: tensor.detach().clone() for name, tensor in held.items()}
     default = torch.get_default_dtype()

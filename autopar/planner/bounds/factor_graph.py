@@ -6,8 +6,8 @@ an edge hands its result to the next region. On one mesh axis a value is invaria
 (R), partial (P), or split on one of its atoms; on k axes a region's options are k-tuples.
 
 `frame` builds it from an annotated program, whatever the mesh; `shorten_frame` leaves out the
-middle of runs of equal blocks, so that messages start on a shorter graph. Used by bounds/,
-mesh_search.py, deep_models.py and world_size.py.
+middle of runs of equal blocks, so that messages start on a shorter graph. Used by bounds/, bound.py
+and small_models.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autopar.ir.graph import (
     module_path,
     numbered_block,
     producer,
+    remembered,
     repeats,
 )
 from autopar.ir.layout import Element
@@ -40,7 +41,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ir.strategy import Choice, PartialPassThrough, Slot, free_choices, rule_look
+from autopar.ir.strategy import AxisChoice, PartialPassThrough, Slot, free_choices, rule_look
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.regions import Known, Region, Regions
 
@@ -50,7 +51,7 @@ WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slot
 class AxisOption(NamedTuple):
     """What one axis may do at a node: its choice, and the state of each operand and result."""
 
-    choice: Choice
+    choice: AxisChoice
     operands: tuple[int | None, ...]
     results: tuple[int, ...]
 
@@ -114,7 +115,7 @@ class Edge:
 class Frame:
     """The variables in the order of the graph. `owner`: the path of the module of a parameter."""
 
-    program: Program
+    notes: Annotations
     nodes: dict[str, fx.Node]
     variables: tuple[Variable, ...]
     owner: dict[str, str]
@@ -126,8 +127,13 @@ class Frame:
 
 
 def frame(program: Program) -> Frame:
-    """Return the factor graph of an annotated program."""
-    return _Builder(program).build()
+    """Return the factor graph of an annotated program, built once and kept with its graph: the
+    searches for every layout and world read the same one.
+    """
+    reads = program.annotations, program.signature
+    return remembered(
+        program.module.graph, "factor graph", reads, _Builder(program).build, program.counting
+    )
 
 
 class _Builder:
@@ -171,7 +177,7 @@ class _Builder:
         for variable in self.variables:
             variable.place = count[variable.block]
             count[variable.block] += 1
-        return Frame(self.program, self.nodes, tuple(self.variables), self.owner, self.kinds)
+        return Frame(self.notes, self.nodes, tuple(self.variables), self.owner, self.kinds)
 
     # -- variables ---------------------------------------------------------------------------------
     def _stored(self, node: fx.Node, parameter: bool) -> None:
@@ -210,7 +216,7 @@ class _Builder:
         return options
 
     def _option(
-        self, spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: Choice
+        self, spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: AxisChoice
     ) -> AxisOption:
         """Return what a choice does on one axis: the state of every operand and result."""
 
@@ -313,7 +319,7 @@ class _Builder:
                     slots.append((dim, unit, atom.size))
                 unit *= atom.size
         return Kind(
-            shape_of(tensor), tuple(slots), self.notes.element(value, tensor.dtype.itemsize)
+            shape_of(tensor), tuple(slots), self.program.element(value, tensor.dtype.itemsize)
         )
 
 

@@ -5,7 +5,7 @@ Example: for a matmul on a 2-axis mesh, an array [mesh, option of axis 0, option
 seconds, BIG where both axes cannot split so. The constraint of each mesh narrows what an axis may
 do, as planner/constraint.py says. A frame, meshes and constraints enter, `Rated` options leave.
 `NodeCosts` has what a node takes by the joint options of its axes: computation, the collectives
-inside it, and the price of the bytes it saves. Used by messages.py and mesh_search.py.
+inside it, and the price of the bytes it saves. Used by bound.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import fx
 
 from autopar.cost.activations import Price
 from autopar.cost.compute import optimizer_seconds_of, rule_seconds
+from autopar.cost.many_meshes import BIG, HALF, Bools, Floats, Meshes
 from autopar.ir.dim_roles import goes_with_weight, has_weight, loop_dim_of
 from autopar.ir.graph import carries_gradient, module_path, producer
 from autopar.ir.layout import Digit
@@ -35,10 +36,9 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ir.strategy import Choice, Slot
+from autopar.ir.strategy import AxisChoice, Slot
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES, inner_collectives
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame, Kind, Variable
-from autopar.planner.bounds.meshes import BIG, HALF, Bools, Floats, Meshes
 from autopar.planner.constraint import Constraint
 
 
@@ -98,9 +98,8 @@ class OptionCosts:
         constraints: Sequence[Constraint],
         price: Price | None = None,
     ) -> None:
-        assert frame.program.annotations is not None
         self.frame, self.meshes, self.constraints = frame, meshes, constraints
-        self.notes: Annotations = frame.program.annotations
+        self.notes: Annotations = frame.notes
         self.price = price
         self.nodes = NodeCosts(frame, meshes, price)
         self._known: dict[Hashable, Rated] = {}
@@ -259,12 +258,12 @@ class OptionCosts:
         if key not in self._axis_known:
             spec, factors = self.notes.specs[name], self.notes.factors[name]
             choices = [item[position].choice for item in variable.options]
-            fitting: list[Choice] = [
+            fitting: list[AxisChoice] = [
                 c
                 for c in dict.fromkeys(choices)
                 if not isinstance(c, Slot) or factors[c.factor][c.position].size % size == 0
             ]
-            narrowed: list[Choice] = fitting
+            narrowed: list[AxisChoice] = fitting
             if role is not None:
                 narrowed = constraint.narrow_one(role, spec, factors, fitting) or fitting
                 if eased:
@@ -428,9 +427,8 @@ class NodeCosts:
     """The seconds of a frame's nodes on all meshes."""
 
     def __init__(self, frame: Frame, meshes: Meshes, price: Price | None) -> None:
-        assert frame.program.annotations is not None
         self.frame, self.meshes, self.price = frame, meshes, price
-        self.notes: Annotations = frame.program.annotations
+        self.notes: Annotations = frame.notes
 
     def seconds(self, node: fx.Node, found: list[AxisOption]) -> Any:
         """Return the node's seconds by joint option, [mesh, option of axis 0, …], each axis having

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.many_meshes import BIG, Meshes
 from autopar.ir.layout import ORDER, TRAFFIC
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
-from autopar.planner.bounds.meshes import BIG, Meshes
 
 Floats = NDArray[np.float32]
 Places = tuple[int, ...]

@@ -23,8 +23,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import Inputs, analyse, choose_plan, finish_plan, trace_model
+from autopar.planner.confirm import finish_plan
+from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, PlanRequest
+from autopar.planner.tracing import Inputs, trace_model
 from autopar.report.advise.degrees import (
     MODES,
     Degrees,

@@ -36,8 +36,9 @@ from autopar.cost.memory import Budget, Recompute
 from autopar.errors import InputError
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planner.planner import Call, PlanContext
+from autopar.planner.plan_context import PlanContext
 from autopar.planner.request import PlanRequest
+from autopar.planner.tracing import Call
 from autopar.runtime.apply import build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.training.inputs_watch import InputsWatch

@@ -28,7 +28,7 @@ from autopar.errors import TraceError
 from autopar.ir.graph import copied
 from autopar.ir.program import Input, Program
 from autopar.passes.trace.signature import as_planned_call
-from autopar.planner.planner import Call, trace_model
+from autopar.planner.tracing import Call, trace_model
 from autopar.runtime.training.module_state import ModuleState
 from autopar.runtime.training.step_graph import StepGraph
 

@@ -1,24 +1,29 @@
-"""Lower bounds: of the step time on every mesh at once, and of every option of every variable.
+"""The second stage of the funnel, `bound`: seconds that no plan on a mesh is below, for all meshes
+at once.
 
-A program becomes a factor graph (factor_graph.py) with the costs of options (option_costs.py) and
-of reshards between them (reshard_costs.py), as arrays over meshes (meshes.py). Here messages bound
-the minimum.
+Example: of 35 candidates on 64 ranks, `bound` says in one pass of messages that 30 cannot beat the
+best; `promising` keeps the others for solve.py.
 
-Tree-reweighted message passing, in sequence (Kolmogorov, TPAMI 28, 2006): every variable sends its
-neighbours the least costs of what lies behind it, forwards through the graph and back. Any messages
-give a bound; a few rounds make it tight on transformer graphs. A message is an array over the joint
-states of a value and, last, the mesh.
+An annotated program and candidates enter; bounds in seconds leave, or a `Bound`, from which `near`
+reads the joint choices that the exact search takes. Candidates with as many axes are bounded in one
+array, at several shares of what collectives count as if they were further meshes.
+
+A program becomes a factor graph (bounds/factor_graph.py) with the costs of options
+(bounds/option_costs.py) and of reshards between them (bounds/reshard_costs.py), as arrays over
+meshes (cost/many_meshes.py). Tree-reweighted message passing, in sequence (Kolmogorov, TPAMI 28,
+2006), bounds its minimum: every variable sends its neighbours the least costs of what lies behind
+it, forwards through the graph and back. Any messages give a bound; a few rounds make it tight on
+transformer graphs. A message is an array over the joint states of a value and, last, the mesh.
 
 Updates are remembered by the identity of their inputs. A message that hardly differs from a known
 one of the same kind is replaced by it, and the bound is lowered by the difference; so the layers of
-a model cost what a few of them do. A Frame and its OptionCosts enter, bounds in seconds and the
-options near them leave. Called by mesh_search.py.
+a model cost what a few of them do.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,11 +31,35 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.planner.bounds.factor_graph import REPLICATED, WHOLE, Edge, Frame, Kind, Variable
-from autopar.planner.bounds.meshes import BIG, HALF, Floats
+from autopar.cost.activations import Price
+from autopar.cost.many_meshes import BIG, HALF, Floats, meshes_of
+from autopar.ir.garbage import without_collection
+from autopar.ir.layout import I, R
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.progress import tell
+from autopar.ir.strategy import AxisChoice, Slot
+from autopar.planner.bounds.factor_graph import (
+    FIRST_SLOT,
+    REPLICATED,
+    WHOLE,
+    Edge,
+    Frame,
+    Kind,
+    Variable,
+    frame,
+    shorten_frame,
+)
 from autopar.planner.bounds.option_costs import OptionCosts, Rated
 from autopar.planner.bounds.reshard_costs import ReshardBounds
+from autopar.planner.constraint import Constraint
+from autopar.planner.space import Candidate
+from autopar.world import World
 
+_TOGETHER = 96  # meshes bounded in one array: numpy works on rows of meshes
+_ROUNDS = 1  # on the shorter frame: a second round changes bounds by 1e-5 and costs as much
+_FEW = 16  # up to this many meshes under a layout's rules are all searched exactly
 _ALIKE = 1e-3  # of the bound: the most that all replaced messages together may take from it
 _REMEMBERED = 40  # messages of a kind with which a new one is compared
 
@@ -39,6 +68,173 @@ Joint = frozenset[tuple[int, ...]]  # joint options of a variable
 Twins = Mapping[int, Variable]
 
 
+class Bounded(NamedTuple):
+    """A candidate's bound in seconds, and its place among the meshes of `messages`."""
+
+    seconds: float
+    messages: Bound
+    place: int
+
+
+def need_no_bound(candidates: Sequence[Candidate]) -> bool:
+    """Whether the candidates are so few, and their rules leave so little, that each is searched."""
+    one_rank = not candidates[0][0].axes
+    return one_rank or (len(candidates) <= _FEW and not any(rules.free for _, rules in candidates))
+
+
+def bound(program: Program, candidates: Sequence[Candidate], world: World) -> list[float]:
+    """Return a lower bound of the step in seconds for every candidate; 0 where all are searched
+    exactly anyway.
+    """
+    if len(candidates) == 1 or need_no_bound(candidates):
+        return [0.0] * len(candidates)
+    return lower_bounds(program, candidates, world)
+
+
+@without_collection()
+def lower_bounds(
+    program: Program, candidates: Sequence[Candidate], world: World, price: Price | None = None
+) -> list[float]:
+    """Return a lower bound of the step in seconds for every candidate. With a `price`, it includes
+    the price of the bytes that a plan holds.
+    """
+    bounds, done = [0.0] * len(candidates), 0
+    for chunk in _chunks(candidates):
+        tell("meshes bounded", done, len(candidates))
+        # not in threads: numpy's calls are short, and they would wait for Python
+        messages = pass_messages(program, [candidates[i] for i in chunk], world, price)
+        for index, seconds in zip(chunk, messages.run(), strict=True):
+            bounds[index] = max(0.0, float(seconds))  # messages round
+        done += len(chunk)
+    tell("meshes bounded", done, len(candidates))
+    return bounds
+
+
+@without_collection()
+def bounded(
+    program: Program,
+    candidates: Sequence[Candidate],
+    world: World,
+    price: Price | None,
+    shares: Sequence[float] = (),
+) -> list[Bounded]:
+    """Return the bound of every candidate, at its own of `shares`, to read options from."""
+    found: dict[int, Bounded] = {}
+    for chunk in _chunks(candidates):
+        own_shares = [shares[i] for i in chunk] if shares else ()
+        messages = pass_messages(program, [candidates[i] for i in chunk], world, price, own_shares)
+        for place, (index, seconds) in enumerate(zip(chunk, messages.run(), strict=True)):
+            found[index] = Bounded(max(0.0, float(seconds)), messages, place)  # messages round
+    return [found[index] for index in range(len(candidates))]
+
+
+def _chunks(candidates: Sequence[Candidate]) -> list[list[int]]:
+    """Return the places of the candidates that are bounded in one array: as many axes, not too
+    many meshes.
+    """
+    together: list[list[int]] = []
+    for count in sorted({len(mesh.axes) for mesh, _ in candidates}):
+        same = [i for i, (mesh, _) in enumerate(candidates) if len(mesh.axes) == count]
+        together.extend(same[i : i + _TOGETHER] for i in range(0, len(same), _TOGETHER))
+    return together
+
+
+def pass_messages(
+    program: Program,
+    candidates: Sequence[Candidate],
+    world: World,
+    price: Price | None = None,
+    shares: Sequence[float] = (),
+) -> Bound:
+    """Return a bound whose messages have converged on a shorter frame first. `shares`: by
+    candidate, of the collectives that can overlap; () for the program's own.
+    """
+    whole = frame(program)
+    meshes = meshes_of(tuple(mesh for mesh, _ in candidates), world, tuple(shares))
+    costs = OptionCosts(whole, meshes, [constraint for _, constraint in candidates], price)
+    short, twins = shorten_frame(whole)
+    start = Bound(short, costs)
+    start.run(_ROUNDS)
+    return start if short is whole else Bound(whole, costs, start, twins)
+
+
+def bound_on(program: Program, mesh: Mesh, constraint: Constraint, world: World) -> Bound:
+    """Return the bound of every option of every node on one mesh; read it with `near`."""
+    messages = pass_messages(program, [(mesh, constraint)], world)
+    messages.run(2)
+    return messages
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+def promising(
+    bounds: Sequence[float], candidates: Sequence[Candidate], most: int, near: float | None = None
+) -> list[Candidate]:
+    """Return at most `most` candidates of the lowest bounds, none above `near` times the least, in
+    their given order.
+    """
+    assert candidates, "nothing to choose from"
+    lowest = sorted(range(len(candidates)), key=bounds.__getitem__)[:most]
+    limit = None if near is None else near * bounds[lowest[0]]
+    return [candidates[i] for i in sorted(lowest) if limit is None or bounds[i] <= limit]
+
+
+def bounds_of(plan: Plan) -> list[float]:
+    """Return the bound in seconds of every candidate that a plan was chosen from."""
+    return [bound for _, bound in plan.meshes]
+
+
+def with_bounds(
+    candidates: Sequence[Candidate], bounds: Sequence[float]
+) -> tuple[tuple[str, float], ...]:
+    """Return (mesh, bound in seconds) of every candidate, as a plan stores them."""
+    return tuple((str(mesh), s) for (mesh, _), s in zip(candidates, bounds, strict=True))
+
+
+# -- the options near the least --------------------------------------------------------------------
+Choices = tuple[tuple[AxisChoice, ...], ...]
+
+
+def near(messages: Bound, margin: float, most: int, place: int = 0) -> Mapping[str, Choices]:
+    """Return for every node and stored tensor the joint choices whose bound on the mesh at this
+    place is at most `margin` seconds above the least, at most `most` per region.
+    """
+    joint_options = messages.near(margin, most, place)
+    choices: dict[str, Choices] = {}
+    choices_by_look: dict[Hashable, Choices] = {}
+    for variable in messages.frame.variables:
+        if variable.name not in joint_options:
+            continue
+        names = [variable.name] if variable.region is None else variable.region.nodes
+        for position, name in enumerate(names):
+            look = (variable.look, joint_options[variable.name], position)
+            if look not in choices_by_look:
+                choices_by_look[look] = _joint_choices(
+                    variable, joint_options[variable.name], position
+                )
+            choices[name] = choices_by_look[look]
+    return choices
+
+
+def _joint_choices(variable: Variable, left: Joint, position: int) -> Choices:
+    """Return the joint choices of the node at `position` in a region, or of a stored tensor, for
+    the options left.
+    """
+    if variable.region is not None:
+        axis_choices = [option[position].choice for option in variable.options]
+    else:
+        axis_choices = [_stored_choice(variable, state) for state in variable.options]
+    return tuple(dict.fromkeys(tuple(axis_choices[i] for i in each) for each in sorted(left)))
+
+
+def _stored_choice(variable: Variable, state: int) -> AxisChoice:
+    """Return the choice that gives a stored tensor this state on one axis."""
+    if state < FIRST_SLOT:
+        return I if state == WHOLE else R
+    dim, place = variable.slots[state - FIRST_SLOT]
+    return Slot(str(dim), place)
+
+
+# -- messages --------------------------------------------------------------------------------------
 class Message(NamedTuple):
     """The seconds over the joint states of a value; `number`: an identity."""
 
@@ -146,7 +342,7 @@ class Bound:
     def _moves_of(
         self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
     ) -> ReshardBounds:
-        key, known = (kind, frozenset(made), frozenset(wanted)), self.meshes.moves
+        key, known = (kind, frozenset(made), frozenset(wanted)), self.meshes.reshards
         if key not in known:
             known[key] = ReshardBounds(kind, frozenset(made), frozenset(wanted), self.meshes)
         moves: ReshardBounds = known[key]

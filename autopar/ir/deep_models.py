@@ -6,28 +6,22 @@ takes as long for 80 blocks as for 8.
 `DeepModel` extrapolates figures. Under equal layouts every further block of a run adds the same
 seconds and bytes; figures of the shorter program, and of one with a block more per run, go on in
 straight lines. They are estimates, to compare plans by: what is emitted in the end is computed in
-full.
-
-`ShortenedModel` searches the shorter program and gives the blocks left out the layouts of the one
-that stands for them. Such a plan has its full price but is not proven to be the best; it competes
-with the plan searched on the whole graph. Called by memory_search.py, overlap_search.py and
-rematerialize.py.
+full. The planner searches the shorter program (planner/solve.py), and gives the blocks left out the
+layouts of the one that stands for them: `DeepModel.whole`. It reads sums, steps and peaks off
+shorter programs (objective.py, simulate.py, rematerialize.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from autopar._compat import LazyGraphModule
-from autopar.cost.activations import Price, activation_bytes
-from autopar.errors import LayoutError
 from autopar.ir.graph import (
     Block,
     Unit,
@@ -40,23 +34,7 @@ from autopar.ir.graph import (
 )
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
-from autopar.planner.bounds.factor_graph import Frame, frame
-from autopar.planner.mesh_search import (
-    Best,
-    Candidate,
-    again,
-    best_at_shares,
-    meshes_by_bound,
-    promising_meshes,
-    quick_best,
-    with_bounds,
-)
-from autopar.planner.named_layouts import candidates, rivals
-from autopar.planner.objective import cost_terms
-from autopar.planner.request import Layouts, PlanRequest, with_asked_recomputation
-from autopar.planner.unsplit import unsplit
-from autopar.world import World
+from autopar.ir.program import Program, Signature
 
 _EDGE, _MORE = 1, 1
 
@@ -89,8 +67,11 @@ class DeepModel:
         long_runs = (tuple(run) for run in repeats(looks) if len(run) > 2 * edge + more)
         self.runs = tuple(run for run in long_runs if self._is_apart(run))
         self._shorter: dict[int | None, Program] = {}
-        # Modules without these nodes, which programs that differ in their plans alone share.
-        self._modules: dict[Hashable, fx.GraphModule] = known._modules if known else {}
+        # Modules without these nodes and their signatures, which programs that differ in their
+        # plans alone share.
+        self._modules: dict[Hashable, tuple[fx.GraphModule, Signature]] = (
+            known._modules if known else {}
+        )
 
     def _is_apart(self, run: tuple[Unit, ...]) -> bool:
         """Whether the blocks of the run alone use what is left out. No plan changes that."""
@@ -151,9 +132,15 @@ class DeepModel:
             return self.program
         stands = self._stands(more)
         key = self.program.module, frozenset(stands.items())
+        gone = {node.name for node in stands}
         if key not in self._modules:
-            self._modules[key] = _module_without(self.program.module, stands)
-        return _without(self.program, self._modules[key], {node.name for node in stands})
+            signature = self.program.signature
+            inputs = tuple(entry for entry in signature.inputs if entry.node not in gone)
+            self._modules[key] = (
+                _module_without(self.program.module, stands),
+                dataclasses.replace(signature, inputs=inputs),
+            )
+        return _without(self.program, *self._modules[key], gone)
 
     def _stands(self, more: set[int]) -> dict[fx.Node, fx.Node]:
         """Return the nodes that are left out, each with the node that stands for it."""
@@ -226,14 +213,15 @@ def _module_without(module: fx.GraphModule, stands: Mapping[fx.Node, fx.Node]) -
     return LazyGraphModule(module, graph)
 
 
-def _without(program: Program, module: fx.GraphModule, gone: Set[str]) -> Program:
-    """Return the program with its module without these nodes."""
-    inputs = tuple(e for e in program.signature.inputs if e.node not in gone)
+def _without(
+    program: Program, module: fx.GraphModule, signature: Signature, gone: Set[str]
+) -> Program:
+    """Return the program with its module and signature without these nodes."""
     chains = tuple(chain for chain in program.chains if gone.isdisjoint(chain.nodes))
     return dataclasses.replace(
         program,
         module=module,
-        signature=dataclasses.replace(program.signature, inputs=inputs),
+        signature=signature,
         chains=chains,
         plan=_planned(program.plan, module.graph),
     )
@@ -252,161 +240,3 @@ def _planned(plan: Plan | None, graph: fx.Graph) -> Plan | None:
         for kind in ("recompute", "regather", "rerun")
     }
     return dataclasses.replace(plan, choices=choices, stored=stored, copies=copies, **again)
-
-
-_TRIES = 2  # meshes that are searched, the most promising
-
-
-class ShortenedModel:
-    """An annotated program without a plan, and a shorter one to search for a world. `known`: the
-    same program with other annotations or another plan.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        world: World,
-        known: DeepModel | None = None,
-    ) -> None:
-        self.program = dataclasses.replace(program, plan=None)
-        self.world, self._same = world, known
-        self._named: dict[str, Plan | None] = {}
-        self._candidates: dict[Layouts, list[Candidate]] = {}
-
-    def candidates(self, layout: Layouts) -> list[Candidate]:
-        """Return the meshes that a layout allows on the ranks of the world, with its rules. Raises
-        LayoutError where it has none.
-        """
-        if isinstance(layout, Mapping):  # which no dict takes as a key
-            return list(candidates(layout, self.world.ranks, self.program))
-        if layout not in self._candidates:
-            found = candidates(layout, self.world.ranks, self.program)
-            self._candidates[layout] = list(found)
-        return self._candidates[layout]
-
-    def annotated(self, program: Program) -> ShortenedModel:
-        """Return the same program with other annotations."""
-        return ShortenedModel(program, self.world, self.deep)
-
-    def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
-        """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
-        single one, which needs none.
-        """
-        if len(given) == 1:
-            return [0.0]
-        return meshes_by_bound(self._frame, given, self.world, price)
-
-    @cached_property
-    def deep(self) -> DeepModel:
-        """The program with its runs of equal blocks."""
-        return DeepModel(self.program, self._same)
-
-    @cached_property
-    def _frame(self) -> Frame:
-        return frame(self.program)
-
-    def plan(self, given: Sequence[Candidate], price: Price | None = None) -> Plan:
-        """Return the plan found on these meshes. Its seconds are those of the shorter program:
-        `chosen` computes them in full.
-        """
-        return self.deep.whole(self._found(given, price).plan)
-
-    def at_shares(self, shares: Sequence[float], given: Sequence[Candidate]) -> Iterator[Plan]:
-        """Yield `plan` at each of these shares of what can overlap."""
-        longer = [with_share(self.deep.longer, share) for share in shares]
-        for plan in best_at_shares(longer, given, self.world):
-            yield self.deep.whole(plan)
-
-    def best(
-        self,
-        given: Sequence[Candidate],
-        price: Price | None = None,
-        tries: int = _TRIES,
-        known: Sequence[float] = (),
-    ) -> Plan:
-        """Return the best plan found on the `tries` most promising of these meshes, with the bounds
-        of all. `known`: these bounds.
-        """
-        if not self.deep.runs:
-            best_found = self._found(given, price)
-            return dataclasses.replace(
-                best_found.plan, meshes=with_bounds(given, best_found.bounds)
-            )
-        bounds = list(known) or self.bounds(given, price)
-        plans = [
-            self.plan([candidate], price) for candidate in promising_meshes(bounds, given, tries)
-        ]
-        plan = plans[0] if len(plans) == 1 else min(plans, key=lambda p: self._paid(p, price))
-        return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
-
-    def named(self, name: str) -> Plan | None:
-        """Return `best` for a named layout, or None where it has no mesh for this number of
-        ranks.
-        """
-        if name not in self._named:
-            given, bounds = self._named_bounds.get(name, ([], []))
-            self._named[name] = self.best(given, known=bounds) if given else None
-        return self._named[name]
-
-    @cached_property
-    def _named_bounds(self) -> dict[str, tuple[list[Candidate], list[float]]]:
-        """The meshes of every named layout and their bounds. All are bounded in the same arrays: a
-        layout takes as long as one of its meshes.
-        """
-        of_name: dict[str, list[Candidate]] = {}
-        for name in rivals(self.program):
-            try:
-                of_name[name] = self.candidates(name)
-            except LayoutError:
-                continue
-        several = [n for n, given in of_name.items() if len(given) > 1 and self.deep.runs]
-        given = [candidate for name in several for candidate in of_name[name]]
-        bounds = iter(meshes_by_bound(self._frame, given, self.world) if given else ())
-        return {
-            name: (given, [next(bounds) for _ in given] if name in several else [0.0] * len(given))
-            for name, given in of_name.items()
-        }
-
-    def refined(self, plan: Plan, given: Sequence[Candidate], price: Price) -> Plan:
-        """Return the plan found on the mesh of another plan among more options of every region."""
-        start = dataclasses.replace(plan, seconds=math.inf)  # so any plan found is better
-        short = frame(self.deep.longer)
-        return self.deep.whole(again(short, start, given, self.world, price))
-
-    def _found(self, given: Sequence[Candidate], price: Price | None) -> Best:
-        return quick_best(self.deep.longer, given, self.world, price)
-
-    def _paid(self, plan: Plan, price: Price | None) -> float:
-        """Return the seconds of the full program under a plan, plus the price of the bytes that it
-        holds.
-        """
-        held_seconds = (
-            price.seconds_per_byte * activation_bytes(price.memory, plan) if price else 0.0
-        )
-        return sum_of_blocks(self.deep.under(plan), self.world) + held_seconds
-
-    def chosen(self, plan: Plan, request: PlanRequest) -> DeepModel:
-        """Return the program with this plan, the sum of its seconds, and its recomputation."""
-        plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
-        seconds = sum_of_blocks(self.deep.under(plan), self.world)
-        plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
-        program = with_asked_recomputation(dataclasses.replace(self.program, plan=plan), request)
-        return DeepModel(program, self.deep)
-
-
-def with_share(program: Program, share: float) -> Program:
-    """Return the program in which collectives that can overlap count this share of their
-    seconds.
-    """
-    assert program.annotations is not None
-    notes = dataclasses.replace(program.annotations, share=share)
-    return dataclasses.replace(program, annotations=notes)
-
-
-def sum_of_blocks(deep: DeepModel, world: World) -> float:
-    """Return the seconds of a chosen program's step as the search adds them up."""
-    total = 0.0
-    for weight, program in deep.samples():
-        assert program.plan is not None
-        total += weight * sum(cost_terms(program, program.plan, world).values())
-    return total

@@ -1,29 +1,78 @@
-"""Traces a model for a step in micro-batches: on the rows of one part, and divides the step.
+"""Traces a model for planning: on all rows, or for a step in micro-batches on the rows of one part.
 
 Example: with `microbatches=4`, inputs of 64 rows are traced with their first 16; the program of one
 part is planned as any other. Every tensor whose first dim is that of the first tensor is divided by
 rows, the others are the same in all parts. The whole batch is traced, too: what a part is made of
-is seen beside it. planner.py and runtime/apply.py call `trace_step`;
-passes/microbatches.py says what a division may be.
+is seen beside it. A model and its inputs enter; a traced program and the parts leave `trace_step`,
+which api.py and runtime/apply.py call; passes/microbatches.py says what a division may be.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 
 from autopar._compat import pytree
 from autopar.errors import InputError, PlanError, TraceError
+from autopar.ir.containers import register
 from autopar.ir.program import Program
-from autopar.passes import annotate, draws, masks
+from autopar.passes import annotate, draws, masks, trace
 from autopar.passes.microbatches import Parts, in_parts
 from autopar.passes.part_numbers import COUNTS, MOVES
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.planner import Call, Inputs, call_arguments, trace_model
+from autopar.passes.trace.experts import one_op_of_experts
+from autopar.passes.trace.signature import without_cache
 
 aten = torch.ops.aten
+
+
+class Call(NamedTuple):
+    """The arguments of a call of the model, by position and by name."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+Inputs = Call | tuple[Any, ...] | list[Any] | Mapping[str, Any] | torch.Tensor
+
+
+def call_arguments(inputs: Inputs) -> Call:
+    """Return (args, kwargs) of the model call from what a user passes: a tuple of positional
+    arguments, a dict of keyword arguments, or one tensor. Raises InputError for anything else.
+    """
+    if isinstance(inputs, Call):
+        call = inputs
+    elif isinstance(inputs, Mapping):
+        call = Call((), dict(inputs))
+    elif isinstance(inputs, torch.Tensor):
+        call = Call((inputs,), {})
+    elif isinstance(inputs, tuple | list):
+        call = Call(tuple(inputs), {})
+    else:
+        raise InputError(
+            "inputs are a tuple of positional arguments, a dict of keyword arguments, or one "
+            f"tensor, not {type(inputs).__name__}"
+        )
+    register((call.args, call.kwargs))
+    return call
+
+
+def trace_model(model: nn.Module, inputs: Inputs, manager: PassManager | None = None) -> Program:
+    """Return the program that exporting and simplifying the model on these inputs gives."""
+    args, kwargs = call_arguments(inputs)
+    with without_cache(model, kwargs), one_op_of_experts(model):
+        return _traced(model, args, kwargs, manager)
+
+
+def _traced(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], manager: PassManager | None
+) -> Program:
+    """Run the trace pass."""
+    run = (manager or PassManager()).run
+    return run("trace", model, lambda module: trace.trace(module, args, kwargs), trace.check)
 
 
 def trace_step(

@@ -1,11 +1,12 @@
-"""Says what a plan does not split, and why: matmuls that an axis replicates, and sizes of weights
-that no axis divides.
+"""What a plan says of itself, in sentences: matmuls that an axis replicates, sizes of weights that
+no axis divides, and how many tokens of a router it takes for granted.
 
 Example: a vocabulary of 50,257 rows on an axis of 4 ranks is padded to 50,260 (padding.py), which
 `padding_notes` says. Where an op cannot take the padding, the head splits its summed dim, so that
 the logits of all classes are sent; `uneven_notes` names the vocabulary and the next multiple.
-An annotated program and its plan enter, sentences leave. Called by exact_search.py, deep_models.py,
-planner.py and why.py.
+"8 experts are split over expert of 8 ranks: priced for 8,192 tokens an expert" is an
+`expert_notes`. An annotated program and its plan enter, sentences leave. Called by exact_search.py,
+solve.py, confirm.py and why.py.
 """
 
 from __future__ import annotations
@@ -251,3 +252,29 @@ def _splits_rows(program: Program, node: fx.Node, split: str) -> bool:
     assert notes is not None
     spec = notes.specs[node.name]
     return split in spec.sizes and split not in set(_weight_factors(program, node))
+
+
+# -- tokens of experts ----------------------------------------------------------------------------
+def expert_notes(program: Program, plan: Plan) -> tuple[str, ...]:
+    """Return a sentence for each size of layers whose experts a plan splits, without repeats."""
+    assert program.annotations is not None
+    notes: dict[str, None] = {}
+    for name, choice in plan.choices.items():
+        rule = program.annotations.specs.get(name)
+        if rule is None or not rule.uneven:
+            continue
+        axes = [
+            f"{axis.name} of {axis.size}"
+            for axis, split in zip(plan.mesh.axes, choice.splits, strict=True)
+            if split in rule.uneven
+        ]
+        if axes:
+            sizes = rule.sizes
+            tokens = sizes["k"] * sizes["t"] / sizes["e"]
+            notes[
+                f"{sizes['e']} experts are split over {' and '.join(axes)} ranks: priced for "
+                f"{tokens:,.0f} tokens an expert (k·T/E of {sizes['k']}·{sizes['t']:,}/"
+                f"{sizes['e']}), and {rule.skew:g} times as many on the busiest rank; no token is "
+                "dropped, whatever the router does"
+            ] = None
+    return tuple(notes)

@@ -2,7 +2,7 @@
 
 Example: the seconds of an all-reduce over axis 0 of 40 meshes, as an array [mesh, …] of its bytes.
 numpy takes as long for ten meshes as for one. Used by option_costs.py, reshard_costs.py and
-mesh_search.py.
+bound.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Meshes:
         assert all(len(mesh.axes) == self.axis_count for mesh in meshes)
         self._lines: dict[tuple[str, tuple[int, ...], bool], tuple[Array, Array, Array]] = {}
         self.steps: dict[Hashable, Array] = {}  # of reshards, which reshard_costs.py works out
-        self.moves: dict[Hashable, Any] = {}  # its ReshardBounds, by what they depend on
+        self.reshards: dict[Hashable, Any] = {}  # its ReshardBounds, by what they depend on
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
@@ -47,24 +47,26 @@ class Meshes:
         return np.array(sizes, dtype=np.int64).reshape(self.mesh_count, self.axis_count)
 
     def seconds(
-        self, kind: str, axes: tuple[int, ...], whole_bytes: Array, flat: bool = False
+        self, kind: str, axes: tuple[int, ...], unsharded_bytes: Array, flat: bool = False
     ) -> Array:
         """Return the seconds of a collective over the axes at these places, with its fastest
-        algorithm: [mesh, …]. `flat`: only algorithms of one level. `whole_bytes`: bytes of the
+        algorithm: [mesh, …]. `flat`: only algorithms of one level. `unsharded_bytes`: bytes of the
         unsharded value, [mesh, …].
         """
-        shape = (-1,) + (1,) * (whole_bytes.ndim - 1)
+        shape = (-1,) + (1,) * (unsharded_bytes.ndim - 1)
         best: Array | None = None
-        for start, rate, bends in zip(*self._all_ways(kind, axes, flat), strict=True):
-            duration = start.reshape(shape) + rate.reshape(shape) * whole_bytes
+        for start, rate, bends in zip(*self._all_algorithms(kind, axes, flat), strict=True):
+            duration = start.reshape(shape) + rate.reshape(shape) * unsharded_bytes
             for at, more in bends:
-                excess = np.maximum(whole_bytes - at.reshape(shape), 0.0)
+                excess = np.maximum(unsharded_bytes - at.reshape(shape), 0.0)
                 duration += more.reshape(shape) * excess
             best = duration if best is None else np.minimum(best, duration, out=best)
         assert best is not None
         return best
 
-    def _all_ways(self, kind: str, axes: tuple[int, ...], flat: bool) -> tuple[Array, Array, Array]:
+    def _all_algorithms(
+        self, kind: str, axes: tuple[int, ...], flat: bool
+    ) -> tuple[Array, Array, Array]:
         """Return (seconds to start, seconds per byte) of every algorithm, each [algorithm, mesh],
         and its bends: [algorithm, bend, bytes and extra seconds per byte, mesh].
         """

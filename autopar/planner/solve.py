@@ -1,0 +1,607 @@
+"""The third stage of the funnel, `solve`: exact decisions on the most promising meshes.
+
+The most promising candidate is searched exactly (exact_search.py) among the options that its bound
+leaves, then the next one, until no candidate promises more than the best plan found: `best`. Plans
+that only compete with it are found quickly, with fewer meshes and options and no proof, and for a
+model of many equal blocks on a shorter one: `ShortenedModel`. `solve` adds those in which
+collectives that can overlap (gathers of weights, reductions of their gradients) count only a share
+of their seconds, so that more is sent but hidden, and for "auto" those of the named layouts.
+
+A model, candidates and their bounds enter, `Contender`s leave, that of the least sum first. fit.py
+asks for plans at prices of memory, why.py and world_size.py for plans on one mesh. simulate.py is
+the next stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+from autopar.cost.activations import Price, activation_bytes
+from autopar.errors import LayoutError, PlanError
+from autopar.ir.deep_models import DeepModel
+from autopar.ir.garbage import without_collection
+from autopar.ir.graph import remembered
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.progress import tell
+from autopar.ir.sharding_rule import results_of, shape_of
+from autopar.planner.bound import (
+    Bound,
+    Bounded,
+    Choices,
+    bounded,
+    bounds_of,
+    lower_bounds,
+    near,
+    need_no_bound,
+    pass_messages,
+    promising,
+    with_bounds,
+)
+from autopar.planner.constraint import Constraint
+from autopar.planner.contender import Contender
+from autopar.planner.exact_search import search, search_nearly
+from autopar.planner.objective import sum_of_blocks
+from autopar.planner.plan_notes import unsplit
+from autopar.planner.request import Layouts, PlanRequest, with_asked_recomputation
+from autopar.planner.space import Candidate, candidates, rivals
+from autopar.world import World
+
+_MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
+_LEFT = (8, 4, 2, 1)  # options per region searched exactly; fewer where tables outgrow memory
+_QUICKLY_LEFT = _LEFT[1:]  # the same where plans only compete with others
+_AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
+_SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
+GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
+_TRIES, _QUICK_TRIES = 4, 2  # meshes searched exactly; quickly
+_SHORTENED_TRIES = 2  # meshes of a deep model that are searched quickly
+SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
+_FREE, _RULED = 4, 2  # most promising meshes searched at every share
+NEAR = 1.5  # times the least: plans above it are not tried
+T = TypeVar("T")
+
+
+# -- the least sum, with a proof -------------------------------------------------------------------
+def search_meshes(program: Program, world: World, request: PlanRequest) -> Program:
+    """Return the annotated program with the plan of least summed seconds over every mesh that the
+    request's layout allows on the ranks of `world`, and a proven bound; ties go to fewer axes, then
+    to the first mesh.
+    """
+    assert request.layout is not None
+    plan = best(program, candidates(request.layout, world.ranks, program), world)
+    return with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
+
+
+def best(
+    program: Program, given: Sequence[Candidate], world: World, price: Price | None = None
+) -> Plan:
+    """Return the best plan over these candidates, its `meshes` with every candidate's bound and its
+    `bound` the least of these; ties go to fewer axes, then to the first candidate. With a `price`,
+    the plan's seconds and all bounds include the price of the bytes that it holds.
+    """
+    if need_no_bound(given):
+        return _best_of_all(program, given, world, price)
+    bounds = lower_bounds(program, given, world, price) if len(given) > 1 else [0.0]
+    return best_within(program, given, bounds, world, price)
+
+
+@without_collection()
+def best_within(
+    program: Program,
+    given: Sequence[Candidate],
+    bounds: Sequence[float],
+    world: World,
+    price: Price | None = None,
+) -> Plan:
+    """Return what `best` does, of candidates with these bounds."""
+    if need_no_bound(given):
+        return _best_of_all(program, given, world, price)
+    tightened = list(bounds)
+
+    def searched(index: int) -> Plan:
+        plan, bound = exact(program, *given[index], world, price)
+        tightened[index] = max(tightened[index], bound)
+        return plan
+
+    plan = _best_in_order(given, tightened, _TRIES, searched)
+    near_bound = min(tightened) >= plan.seconds * (1 - _SETTLED)
+    if not near_bound and price is None:  # prices are tried one after the other
+        plan = again(program, plan, given, world)
+    return _with_bounds(plan, given, tightened)
+
+
+def _with_bounds(plan: Plan, given: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
+    """Return a plan with the bounds of the candidates that it was chosen from."""
+    bound = min(*bounds, plan.seconds)
+    return dataclasses.replace(plan, bound=bound, meshes=with_bounds(given, bounds))
+
+
+def _best_in_order(
+    given: Sequence[Candidate],
+    bounds: Sequence[float],
+    tries: int,
+    searched: Callable[[int], Plan],
+) -> Plan:
+    """Return the best plan of the `tries` most promising candidates, until none promises more than
+    the best one found. `searched`: searches the candidate at a place.
+    """
+    found: Plan | None = None
+    for index in _in_order(given, bounds)[:tries]:
+        if found is not None and bounds[index] >= found.seconds * (1 - GAP):
+            break
+        plan = searched(index)
+        if found is None or plan.seconds < found.seconds * (1 - 1e-9):
+            found = plan
+    assert found is not None
+    return found
+
+
+def _best_of_all(
+    program: Program, given: Sequence[Candidate], world: World, price: Price | None
+) -> Plan:
+    """Return the best plan of these candidates, each searched among all that its rules leave."""
+    if not given[0][0].axes:  # one rank: nothing to choose
+        given = given[:1]
+    plans = [search_nearly(program, mesh, world, rules, None, price) for mesh, rules in given]
+    fastest = min(plans, key=lambda plan: plan.seconds)
+    bounds = [plan.bound for plan in plans]
+    meshes = with_bounds(given, bounds)
+    return dataclasses.replace(fastest, bound=min(bounds), meshes=meshes)
+
+
+def _in_order(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
+    """Return the places of the candidates, the lowest bound first."""
+    places = range(len(given))
+    return sorted(places, key=lambda i: (_round_seconds(bounds[i]), len(given[i][0].axes), i))
+
+
+def _round_seconds(seconds: float) -> float:
+    """Return the seconds to four digits: meshes that differ by less are tried in their order."""
+    return float(f"{seconds:.3e}")
+
+
+def exact(
+    program: Program,
+    mesh: Mesh,
+    constraint: Constraint,
+    world: World,
+    price: Price | None = None,
+    thorough: bool = True,
+) -> tuple[Plan, float]:
+    """Return the plan of least modelled time on one mesh among the options that the bound leaves,
+    and the bound in seconds. Not `thorough`: among fewer options, and the bound is not tightened.
+    """
+    if not mesh.axes or not constraint.free:  # rules leave little to search
+        plan = search_nearly(program, mesh, world, constraint, None, price)
+        return plan, plan.bound
+    bound = pass_messages(program, [(mesh, constraint)], world, price)
+    bound_seconds = float(bound.run()[0])
+    counts = _LEFT if thorough else _QUICKLY_LEFT
+    limits = _near_limits(bound, _MARGIN * bound_seconds, counts)
+    plan = _search_among(program, limits, (mesh, constraint), world, price)
+    if thorough and plan.seconds * (1 - GAP) > bound_seconds:
+        bound_seconds = max(bound_seconds, float(bound.run(2)[0]))
+    return plan, min(bound_seconds, plan.seconds)
+
+
+def again(
+    program: Program,
+    found: Plan,
+    given: Sequence[Candidate],
+    world: World,
+    price: Price | None = None,
+) -> Plan:
+    """Return the plan, or a better one on its mesh found among more options per region, those
+    lowest in the bound. Where these are all options that there are, the result is optimal.
+    """
+    candidate = next(
+        pair for pair in given if pair[0] == found.mesh and pair[1].name == found.layout
+    )
+    if not found.mesh.axes or not candidate[1].free:
+        return found
+    bound = pass_messages(program, [candidate], world, price)
+    bound.run(2)
+    largest_count = _AGAIN[len(found.mesh.axes)]
+    counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
+    limits = _near_limits(bound, math.inf, counts)
+    improved = _search_among(program, limits, candidate, world, price)
+    return improved if improved.seconds < found.seconds * (1 - 1e-9) else found
+
+
+def _near_limits(
+    bound: Bound, margin: float, counts: Sequence[int], place: int = 0
+) -> Iterator[Mapping[str, Choices]]:
+    """Yield the lowest options of every region on the mesh at this place, by each of `counts`."""
+    for most in counts:
+        yield near(bound, margin, most, place)
+
+
+def _search_among(
+    program: Program,
+    limits: Iterator[Mapping[str, Choices]],
+    candidate: Candidate,
+    world: World,
+    price: Price | None = None,
+) -> Plan:
+    """Return the best plan among the first of these joint choices whose tables fit in memory, or
+    one near the best among the first of all, if none do.
+    """
+    mesh, constraint = candidate
+    widest: Mapping[str, Choices] | None = None
+    for joint_choices in limits:
+        widest = joint_choices if widest is None else widest
+        try:
+            return search(program, mesh, world, constraint, joint_choices, price)
+        except PlanError:
+            continue
+    return search_nearly(program, mesh, world, constraint, widest, price)
+
+
+# -- quickly: for plans that only compete with others, with no proof -------------------------------
+@without_collection()
+def quick_best(
+    program: Program, given: Sequence[Candidate], world: World, price: Price | None = None
+) -> Plan:
+    """Return the best plan found over these candidates; ties go to fewer axes, then to the first
+    candidate. With a `price`, seconds and bounds include the price of the bytes that a plan holds.
+    """
+    if need_no_bound(given):
+        return _best_of_all(program, given, world, price)
+    return _quickly_best(program, given, bounded(program, given, world, price), world, price)
+
+
+def best_at_shares(
+    programs: Sequence[Program], given: Sequence[Candidate], world: World
+) -> Iterator[Plan]:
+    """Yield the best plan found for each of these programs, which differ in the share of what
+    collectives take that counts, and in nothing else.
+    """
+    if len(programs) == 1 or need_no_bound(given):
+        for program in programs:
+            yield quick_best(program, given, world)
+        return
+    shares = [program.counting.share for program in programs for _ in given]
+    every = [candidate for _ in programs for candidate in given]
+    every_bound = bounded(programs[0], every, world, None, shares)
+    for number, program in enumerate(programs):
+        own = every_bound[number * len(given) : (number + 1) * len(given)]
+        yield _quickly_best(program, given, own, world, None)
+
+
+@without_collection()
+def _quickly_best(
+    program: Program,
+    given: Sequence[Candidate],
+    bounds_of_each: Sequence[Bounded],
+    world: World,
+    price: Price | None,
+) -> Plan:
+    """Return the best plan of the most promising candidates."""
+    bounds = [each.seconds for each in bounds_of_each]
+
+    def searched(index: int) -> Plan:
+        return _searched(program, given[index], bounds_of_each[index], world, price)
+
+    plan = _best_in_order(given, bounds, _QUICK_TRIES, searched)
+    return _with_bounds(plan, given, bounds)
+
+
+def _searched(
+    program: Program,
+    candidate: Candidate,
+    own: Bounded,
+    world: World,
+    price: Price | None,
+) -> Plan:
+    """Return the best plan on one mesh among the options that its bound leaves."""
+    mesh, rules = candidate
+    if not rules.free:  # they leave little to search
+        return search_nearly(program, mesh, world, rules, None, price)
+    margin = _MARGIN * own.seconds
+    limits = _near_limits(own.messages, margin, _QUICKLY_LEFT, own.place)
+    return _search_among(program, limits, candidate, world, price)
+
+
+# -- on a shorter model ----------------------------------------------------------------------------
+class ShortenedModel:
+    """An annotated program without a plan, and a shorter one to search for a world. What it finds
+    for a layout it finds once. `known`: the same program with other annotations or another plan.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        world: World,
+        known: DeepModel | None = None,
+    ) -> None:
+        self.program = dataclasses.replace(program, plan=None)
+        self.world, self._same = world, known
+        self._named: dict[str, Plan | None] = {}
+        self._known: dict[tuple[str, Layouts], Any] = {}
+
+    @staticmethod
+    def of(program: Program, world: World) -> ShortenedModel:
+        """Return the model of an annotated program for a world, kept with the program's graph: what
+        a plan found is there for the next one. It holds no tensors.
+        """
+        bare = dataclasses.replace(program, tensors={}, plan=None)
+        reads = (program.annotations, program.signature, program.padding, program.chains, world)
+        graph, counting = program.module.graph, program.counting
+        return remembered(graph, "search", reads, lambda: ShortenedModel(bare, world), counting)
+
+    def once(self, what: str, layout: Layouts, find: Callable[[], T]) -> T:
+        """Return what `find` finds for a layout, which depends on nothing else."""
+        if isinstance(layout, Mapping):  # which no dict takes as a key
+            return find()
+        if (what, layout) not in self._known:
+            self._known[what, layout] = find()
+        result: T = self._known[what, layout]
+        return result
+
+    def candidates(self, layout: Layouts) -> list[Candidate]:
+        """Return the meshes that a layout allows on the ranks of the world, with its rules. Raises
+        LayoutError where it has none.
+        """
+        return self.once(
+            "candidates", layout, lambda: candidates(layout, self.world.ranks, self.program)
+        )
+
+    def annotated(self, program: Program) -> ShortenedModel:
+        """Return the same program with other annotations."""
+        return ShortenedModel(program, self.world, self.deep)
+
+    def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
+        """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
+        single one, which needs none.
+        """
+        if len(given) == 1:
+            return [0.0]
+        return lower_bounds(self.program, given, self.world, price)
+
+    @cached_property
+    def deep(self) -> DeepModel:
+        """The program with its runs of equal blocks."""
+        graph, bare = self.program.module.graph, dataclasses.replace(self.program, tensors={})
+        known = self._same or remembered(
+            graph, "blocks", (self.program.signature,), lambda: DeepModel(bare)
+        )
+        return DeepModel(self.program, known)
+
+    def plan(self, given: Sequence[Candidate], price: Price | None = None) -> Plan:
+        """Return the plan found on these meshes. Its seconds are those of the shorter program:
+        `chosen` computes them in full.
+        """
+        return self.deep.whole(self._found(given, price))
+
+    def at_shares(self, shares: Sequence[float], given: Sequence[Candidate]) -> Iterator[Plan]:
+        """Yield `plan` at each of these shares of what can overlap."""
+        longer = [with_share(self.deep.longer, share) for share in shares]
+        for plan in best_at_shares(longer, given, self.world):
+            yield self.deep.whole(plan)
+
+    def best(
+        self,
+        given: Sequence[Candidate],
+        price: Price | None = None,
+        tries: int = _SHORTENED_TRIES,
+        known: Sequence[float] = (),
+    ) -> Plan:
+        """Return the best plan found on the `tries` most promising of these meshes, with the bounds
+        of all. `known`: these bounds.
+        """
+        if not self.deep.runs:
+            return self._found(given, price)
+        bounds = list(known) or self.bounds(given, price)
+        plans = [self.plan([candidate], price) for candidate in promising(bounds, given, tries)]
+        plan = plans[0] if len(plans) == 1 else min(plans, key=lambda p: self._paid(p, price))
+        return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
+
+    def named(self, name: str) -> Plan | None:
+        """Return `best` for a named layout, or None where it has no mesh for this number of
+        ranks.
+        """
+        if name not in self._named:
+            given, bounds = self._named_bounds.get(name, ([], []))
+            self._named[name] = self.best(given, known=bounds) if given else None
+        return self._named[name]
+
+    @cached_property
+    def _named_bounds(self) -> dict[str, tuple[list[Candidate], list[float]]]:
+        """The meshes of every named layout and their bounds. All are bounded in the same arrays: a
+        layout takes as long as one of its meshes.
+        """
+        of_name: dict[str, list[Candidate]] = {}
+        for name in rivals(self.program):
+            try:
+                of_name[name] = self.candidates(name)
+            except LayoutError:
+                continue
+        several = [n for n, given in of_name.items() if len(given) > 1 and self.deep.runs]
+        given = [candidate for name in several for candidate in of_name[name]]
+        bounds = iter(lower_bounds(self.program, given, self.world) if given else ())
+        return {
+            name: (given, [next(bounds) for _ in given] if name in several else [0.0] * len(given))
+            for name, given in of_name.items()
+        }
+
+    def refined(self, plan: Plan, given: Sequence[Candidate], price: Price) -> Plan:
+        """Return the plan found on the mesh of another plan among more options of every region."""
+        start = dataclasses.replace(plan, seconds=math.inf)  # so any plan found is better
+        return self.deep.whole(again(self.deep.longer, start, given, self.world, price))
+
+    def _found(self, given: Sequence[Candidate], price: Price | None) -> Plan:
+        return quick_best(self.deep.longer, given, self.world, price)
+
+    def _paid(self, plan: Plan, price: Price | None) -> float:
+        """Return the seconds of the full program under a plan, plus the price of the bytes that it
+        holds.
+        """
+        held_seconds = (
+            price.seconds_per_byte * activation_bytes(price.memory, plan) if price else 0.0
+        )
+        return sum_of_blocks(self.deep.under(plan), self.world) + held_seconds
+
+    def chosen(self, plan: Plan, request: PlanRequest) -> DeepModel:
+        """Return the program with this plan, the sum of its seconds, and its recomputation."""
+        plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
+        seconds = sum_of_blocks(self.deep.under(plan), self.world)
+        plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
+        program = with_asked_recomputation(dataclasses.replace(self.program, plan=plan), request)
+        return DeepModel(program, self.deep)
+
+
+def with_share(program: Program, share: float) -> Program:
+    """Return the program in which collectives that can overlap count this share of their
+    seconds.
+    """
+    counting = dataclasses.replace(program.counting, share=share)
+    return dataclasses.replace(program, counting=counting)
+
+
+# -- what competes with the least sum --------------------------------------------------------------
+def solve(
+    model: ShortenedModel,
+    given: Sequence[Candidate],
+    bounds: Sequence[float],
+    request: PlanRequest,
+) -> Contenders:
+    """Return the plan of the least summed seconds over these candidates, and those that compete
+    with it where a step with overlap is asked for.
+    """
+    layout = request.layout
+    assert layout is not None
+    plan = model.once(
+        "least sum", layout, lambda: best_within(model.program, given, bounds, model.world)
+    )
+    recomputes = request.recompute in ("full", "gathers", "selective")
+    alone = not request.overlap or recomputes or not plan.mesh.axes
+
+    def compete() -> Contenders:
+        program = dataclasses.replace(model.program, plan=plan)
+        contenders = Contenders(with_asked_recomputation(program, request), model, request)
+        if not alone:
+            contenders.take(given, bounds_of(plan))
+        names = rivals(program) if layout == "auto" and not alone else ()
+        for done, name in enumerate(names):
+            tell("named layouts tried", done, len(names))
+            contenders.take_named(name)
+        return contenders
+
+    return model.once(f"contenders, {request.recompute}{alone}", layout, compete)
+
+
+class Contenders:
+    """The plan of the least sum and those that compete with it, each once: `all` by what a plan
+    looks like, `named` by the named layout that they are of. `request` says what they recompute;
+    `steps` are those that simulate.py has worked out.
+    """
+
+    def __init__(self, least: Program, model: ShortenedModel, request: PlanRequest) -> None:
+        self.world, self.request, self.model = model.world, request, model
+        self.steps: dict[Contender, float] = {}
+        self.all: dict[Hashable, Contender] = {}
+        self.named: dict[str, dict[Hashable, Contender]] = defaultdict(dict)
+        self.least_sum = self.enter(DeepModel(least, model.deep))
+
+    @property
+    def least_step(self) -> float:
+        """The fewest seconds of all plans if everything that can overlap does."""
+        return min(contender.least_step for contender in self.all.values())
+
+    def take_named(self, name: str) -> None:
+        """Enter a named layout's plan of the sum and its plans at the shares."""
+        plan = self.model.named(name)
+        if plan is not None:
+            self._enter_plan(plan, name)
+            self.take(self.model.candidates(name), bounds_of(plan), name)
+
+    def take(self, given: Sequence[Candidate], bounds: Sequence[float], name: str = "") -> None:
+        """Enter the plans on the most promising of these meshes at the shares, the least share
+        first; stop where that is not promising.
+        """
+        most = _FREE if all(rules.free for _, rules in given) else _RULED
+        meshes = promising(bounds, given, most, NEAR)
+        for plan in self.model.at_shares(shares(self.world)[::-1], meshes):
+            if self._enter_plan(plan, name).least_step > NEAR * self.least_step:
+                return
+
+    def _enter_plan(self, plan: Plan, name: str) -> Contender:
+        """Add a plan at its full price, unless one like it is there."""
+        known = self.all.get(_plan_look(plan))
+        return self.enter(self._beside(plan) if known is None else known.deep, name)
+
+    def _beside(self, plan: Plan) -> DeepModel:
+        """Return another plan for the same program at its full price, with the bound proven for the
+        sum.
+        """
+        deep, least = self.model.chosen(plan, self.request), self.least_sum.plan
+        assert deep.program.plan is not None
+        return deep.under(
+            dataclasses.replace(deep.program.plan, bound=least.bound, meshes=least.meshes)
+        )
+
+    def enter(self, deep: DeepModel, name: str = "") -> Contender:
+        """Add a plan, and return it with its seconds when what can overlap counts least."""
+        assert deep.program.plan is not None
+        look = _plan_look(deep.program.plan)
+        if look not in self.all:
+            lightest = DeepModel(with_share(deep.program, shares(self.world)[-1]), deep)
+            self.all[look] = Contender(deep, sum_of_blocks(lightest, self.world))
+        if name:
+            self.named[name][look] = self.all[look]
+        return self.all[look]
+
+
+def shares(world: World) -> tuple[float, ...]:
+    """Return SHARES, none below the share of computing that is lost to what overlaps with it."""
+    return tuple(dict.fromkeys(max(share, world.contention) for share in SHARES))
+
+
+def _plan_look(plan: Plan) -> Hashable:
+    """Return a key that is equal for plans that differ only in the names of their axes."""
+    sizes = tuple(axis.size for axis in plan.mesh.axes)
+    choices = {
+        (name, choice.splits, *map(_states, choice.operands), *map(_states, choice.results))
+        for name, choice in plan.choices.items()
+    }
+    other_items = plan.stored.items(), plan.copies.items(), plan.outputs.items()
+    other_layouts = (frozenset((key, _states(at)) for key, at in each) for each in other_items)
+    return sizes, frozenset(choices), *other_layouts
+
+
+def _states(layout: Layout | None) -> Hashable:
+    return None if layout is None else layout.states
+
+
+# -- the contract ----------------------------------------------------------------------------------
+def check_choices(program: Program) -> None:
+    """Check the contract: every searched node has a choice whose layouts have the shapes of its
+    tensors and lie on the plan's mesh.
+    """
+    assert program.plan is not None and program.annotations is not None
+    for name in program.annotations.searched & program.annotations.specs.keys():
+        assert name in program.plan.choices, f"choose left {name} without a layout"
+    for entry in program.signature.inputs:
+        if entry.kind == "parameter":
+            assert entry.node in program.plan.stored, (
+                f"choose left parameter {entry.target} without a stored layout"
+            )
+    for name, choice in program.plan.choices.items():
+        for layout, shape in zip(choice.results, _shapes(program, name), strict=True):
+            assert layout.shape == shape and layout.mesh == program.plan.mesh, (
+                f"{name} of shape {shape} is to lie as ({layout}) of {layout.shape} on mesh "
+                f"{layout.mesh}, the plan's is {program.plan.mesh}"
+            )
+
+
+def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:
+    """Return the shapes of a node's tensor results."""
+    node = next(n for n in program.module.graph.nodes if n.name == name)
+    return [shape_of(v) for v in results_of(node) if hasattr(v, "shape")]

@@ -1,0 +1,56 @@
+"""The first stage of the funnel, `space`: every mesh that a layout allows, with its rules.
+
+Example: "auto" on 8 ranks has x8, x2.y4, x4.y2 and x2.y2.z2, all without a rule; "fsdp" has data8,
+whose axis splits the batch and every parameter.
+
+A layout, a number of ranks and an annotated program enter, candidates leave: `candidates`. What a
+named layout asks is in named_layouts.py. `rivals` are the named layouts that "auto" compares itself
+with. bound.py is the next stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.ir.dim_roles import expert_atoms
+from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.program import Program
+from autopar.planner.constraint import Constraint
+from autopar.planner.named_layouts import NAMES, factorings, meshes_with_rules
+from autopar.planner.request import Layouts
+
+Candidate = tuple[Mesh, Constraint]  # a mesh, and what a layout asks of the nodes on it
+
+_MOST_AXES = 4
+_LETTERS = {1: "x", 2: "xy", 3: "xyz", 4: "wxyz"}
+
+
+def candidates(layout: Layouts, ranks: int, program: Program) -> list[Candidate]:
+    """Return the meshes of a layout with its rules. Raises LayoutError where none fits."""
+    if layout == "auto":
+        return [(mesh, Constraint("auto")) for mesh in _all_meshes(ranks)]
+    return list(meshes_with_rules(layout, ranks, program))
+
+
+def _all_meshes(ranks: int) -> Iterator[Mesh]:
+    """Yield every mesh of up to four axes, in all orders: an inner axis has faster links."""
+    if ranks == 1:
+        yield Mesh(())
+        return
+    for count in range(1, _MOST_AXES + 1):
+        for sizes in factorings(ranks, count):
+            if min(sizes) > 1:
+                yield Mesh(tuple(Axis(n, s) for n, s in zip(_LETTERS[count], sizes, strict=True)))
+
+
+def rivals(program: Program) -> tuple[str, ...]:
+    """Return the named layouts that "auto" is compared with: "cp" where annotate cut a sequence, so
+    where it is long and causal; "ep" where there are experts.
+    """
+    assert program.annotations is not None
+    absent = set()
+    if program.annotations.strided_from is None:
+        absent.add("cp")
+    if not expert_atoms(program):
+        absent.add("ep")
+    return tuple(name for name in NAMES[1:] if name not in absent)
