@@ -66,7 +66,7 @@ def test_a_run_of_blocks_ends_where_layouts_do() -> None:
     assert plan is not None
     (run,) = deep.runs
     assert deep.under(plan).runs == deep.runs
-    name = next(n.name for n in deep.blocks[run[2]] if n.op == "placeholder")
+    name = next(n.name for n in deep.blocks[run[2][0]] if n.op == "placeholder")
     odd = replace(plan, stored={k: v for k, v in plan.stored.items() if k != name})
     assert all(run[2] not in one for one in deep.under(odd).runs)
     assert sum_of_blocks(deep.under(plan), WORLD) == pytest.approx(plan.seconds, rel=1e-6)
