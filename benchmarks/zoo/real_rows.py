@@ -61,14 +61,15 @@ def _send(function: Callable[[], Row], sender: Connection, cpu_seconds: int) -> 
 
 def measure(factory: Factory, known: Row, layouts: Sequence[str], cpu_seconds: int) -> Row:
     """Return the row of a model: its trace, and its plan on one rank and under each of these
-    layouts that the row does not have yet.
+    layouts, as far as the row does not have them yet.
     """
-    started = time.process_time()
-    model, inputs = on_meta(factory)
-    trace_model(model, inputs)
-    numbers = sum(p.numel() for p in model.parameters())
-    row: Row = {**known, "parameters": numbers}
-    row["trace_s"] = round(time.process_time() - started, 1)
+    row: Row = dict(known)
+    if "trace_s" not in known:
+        started = time.process_time()
+        model, inputs = on_meta(factory)
+        trace_model(model, inputs)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        row["trace_s"] = round(time.process_time() - started, 1)
     for layout in layouts:
         if layout not in known:
             row[layout] = apart(partial(planned, factory, layout), cpu_seconds)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 import models
 from autopar.ir.layout import Layout
+from autopar.ir.padding import filled_up
 from autopar.planner.request import Grid2D, Grid4D, Grid25D, GridContext, Layouts
 from autopar.runtime import backends
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
@@ -80,9 +81,12 @@ def trained(
 
 
 def joined(value: Tensor, layout: Layout) -> Tensor:
-    """The whole of a DTensor, by autopar's own arithmetic."""
+    """The whole of a DTensor, by autopar's own arithmetic. Parts of a parameter that is padded in
+    the graph are filled up, as its last ranks hold fewer rows.
+    """
     assert isinstance(value, DTensor), type(value)
-    return layout.join(gathered(value.to_local())).clone()
+    whole = layout.join(gathered(filled_up(value.to_local(), layout.local_shape)))
+    return whole[tuple(map(slice, value.shape))].clone()
 
 
 def error(found: Tensor, expected: Tensor) -> float:
