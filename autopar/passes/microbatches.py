@@ -13,7 +13,7 @@ A number that the model takes from the size of its batch, as in `loss / x.shape[
 whole batch: both are traced, and compared node by node.
 
 The program of one part enters, traced on a k-th of the rows, and that of the whole batch with its
-annotations; the first leaves, changed as above, with its `Parts`. planner/parts.py runs it;
+annotations; the first leaves, changed as above, with its `Parts`. planner/tracing.py runs it;
 runtime/training/parts_run.py runs the parts.
 """
 
