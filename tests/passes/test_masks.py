@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding_rule import bound
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 from autopar.passes import draws, masks, trace
-from autopar.planner.tracing import without_cache
+from autopar.passes.trace.signature import without_cache
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 SIZE = 16
