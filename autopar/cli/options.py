@@ -224,8 +224,8 @@ def read_layout(text: str) -> Layouts:
 
     >>> read_layout("4d:x=2,data=4")
     Grid4D(x=2, y=1, z=1, data=4)
-    >>> read_layout("cp:2,within=megatron").within
-    'megatron'
+    >>> read_layout("cp:2,within=megatron,attention=heads")
+    GridContext(context=2, within='megatron', attention='heads')
     """
     name, colon, sizes = text.partition(":")
     if text in NAMES:

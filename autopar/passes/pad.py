@@ -29,7 +29,15 @@ from torch import fx
 from autopar.ir.graph import computed, copied, producer
 from autopar.ir.padding import Pad, padded_shape
 from autopar.ir.program import Program, Value, returned_names, same_inputs
-from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of, shape_of
+from autopar.ir.sharding_rule import (
+    HEADS_OF_A_KEY,
+    KEY_HEADS,
+    OpShardingRule,
+    bound,
+    operands_of,
+    results_of,
+    shape_of,
+)
 from autopar.ops.experts import experts_op
 from autopar.ops.local import UNPADDED
 
@@ -325,7 +333,7 @@ class _Spread:
             made_of_weights = producer(mask) in self.padded
             if mask.meta["val"].dtype is torch.bool or not made_of_weights:
                 return False
-        heads = {"g", "r"} & spec.sizes.keys()
+        heads = {KEY_HEADS, HEADS_OF_A_KEY} & spec.sizes.keys()
         return not bound(node)["dropout_p"] and all(
             f in heads and self._is_kept(spec, f) for f in padded
         )

@@ -1,5 +1,8 @@
 """The stage `fit`: the fastest plan within the memory limit.
 
+Example: "ddp" is the fastest on 8 ranks and holds 90 GB where 80 are allowed. It is tried with
+blocks that run again in the backward, beside plans that store parts of the weights.
+
 The first contender that fits as it is wins. Where none does, plans are searched that minimise
 seconds plus a price per byte of saved activations and stored state; such a plan is the fastest of
 all that hold no more bytes (Everett 1963). If the plan of least time fits only with

@@ -1,5 +1,8 @@
 """The third stage of the funnel, `solve`: exact decisions on the most promising meshes.
 
+Example: of 20 meshes x2.y4 has the least bound, 9 ms, and its best plan takes 10 ms. The mesh x8,
+with a bound of 9.5 ms, is searched next; those with a bound above 10 ms are not.
+
 The most promising candidate is searched exactly (exact_search.py) among the options that its bound
 leaves, then the next one, until no candidate promises more than the best plan found: `best`. Plans
 that only compete with it are found quickly, with fewer meshes and options and no proof, and for a
