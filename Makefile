@@ -59,7 +59,7 @@ zoo: $(INSTALLED) ## prove three layouts of every model of the zoo, for docs/mod
 	$(BIN)/python -m benchmarks.zoo $(ZOO)
 
 docs: $(INSTALLED) ## build the pages of docs/ into out/docs/, with links checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove what make made, .venv apart
 	rm -rf out dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -21,6 +21,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 import autopar
+import doctest_blocks
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = DOCS.parent / "examples"
@@ -92,6 +93,12 @@ def test_examples_in_docstrings_give_what_they_say(name: str) -> None:
     assert results.attempted and not results.failed
 
 
+def test_an_example_of_a_docstring_becomes_a_block_of_code() -> None:
+    text = "A sum:\n\n>>> 1 + 1\n2\n\nIt is even."
+    code = "```pycon\n>>> 1 + 1\n2\n```"
+    assert doctest_blocks.fenced(text) == f"A sum:\n\n{code}\n\nIt is even."
+
+
 def test_many_modules_have_examples() -> None:
     assert len(WITH_EXAMPLES) > 20
 
@@ -126,13 +133,14 @@ def test_each_public_method_has_an_example(owner: type) -> None:
 
 
 def test_pages_build_and_their_links_lead_somewhere(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(tmp_path)]
+    # with --quiet, --strict counts no warning
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     built = subprocess.run(
         command, cwd=DOCS.parent, env=environment, capture_output=True, text=True, timeout=300
     )
     assert built.returncode == 0, built.stderr[-4000:]
-    assert (tmp_path / "api.html").is_file()
+    assert '<span class="gp">&gt;&gt;&gt; </span>' in (tmp_path / "api.html").read_text()
 
 
 def torchrun_commands() -> list[list[str]]:

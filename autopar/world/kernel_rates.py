@@ -10,7 +10,7 @@ attention reach and the bandwidth of the other ops. Sources:
   of the forward.
 - attention on A100: arXiv 2307.08691 (FlashAttention-2), section 4: the forward reaches 73 % of the
   peak, the backward 63 %, without a mask; shorter sequences and masks lose what they lose on H100.
-- matmuls and other ops on H100: docs/gpu_rates.json, one H100 SXM5 under torch 2.11
+- matmuls and other ops on H100: benchmarks/model/gpu_rates.json, one H100 SXM5 under torch 2.11
   (`python -m benchmarks.model.gpu_rates`): 0.71 of the data sheet's bfloat16 from 17 GFLOP on, 0.59
   at 8.6, under load that the power limit throttles; elementwise ops and norms 0.75 of the memory's
   bandwidth. Devices with the same die are taken to reach the same, and other ops on A100 that share

@@ -1,13 +1,13 @@
 """What one GPU's kernels take, beside what the cost model says of them.
 
-    python -m benchmarks.model.gpu_rates                       # docs/gpu_rates.json; nothing is run
+    python -m benchmarks.model.gpu_rates                       # gpu_rates.json; nothing is run
     python -m benchmarks.model.gpu_rates --measure rates.json  # on the GPU that is here: a minute
 
 Matrix products of a linear (forward, and the two of its backward) in bfloat16 and float32, causal
 attention, ops without FLOPs, cross-entropy, AdamW in torch's two forms, and the start of a small
 op. A row is the median of three timings by CUDA events over many runs. The table has for each kind
 the median, the least and the largest of measured / modelled, for the nominal device of that name.
-docs/gpu_rates.json is from an earlier form of this script, which measured a few more shapes; the
+gpu_rates.json is from an earlier form of this script, which measured a few more shapes; the
 constants of world/kernel_rates.py come from it, so it is kept. `--measure` as it stands ran on
 another H100 on 2026-11-27.
 """
@@ -41,7 +41,7 @@ from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends
 from autopar.world import Device, World
 from autopar.world.machines import GPUS, known
 
-RECORDED = Path("docs/gpu_rates.json")
+RECORDED = Path(__file__).with_suffix(".json")
 ROWS = (512, 2048, 8192)
 WEIGHTS = (
     *((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (4096, 1024), (1024, 4096)),

@@ -3,7 +3,7 @@ running them again.
 
     python -m benchmarks.model.recorded
 
-docs/predicted.json has cells of `benchmarks.step_time`, each with the world that was calibrated for
+predicted.json has cells of `benchmarks.step_time`, each with the world that was calibrated for
 it, and for every layout the steps as timed and the modelled step of that day. Every layout is
 planned on that world again (about two minutes of one core). One that comes to another mesh today is
 another plan than the one that ran, so it counts in neither mean.
@@ -30,7 +30,7 @@ from benchmarks.models import SUBJECTS
 from benchmarks.step_time import cells
 from benchmarks.step_time.forced import FORCED
 
-RECORDS = Path("docs/predicted.json")
+RECORDS = Path(__file__).with_name("predicted.json")
 Planned = Callable[[str, str, str], tuple[str, float]]  # by model, world and layout: mesh, seconds
 
 

@@ -7,8 +7,8 @@ A cell is a model on nodes × ranks at a rate. Its contestants take turns within
 one whose loss or gradient differs from the single device's is disqualified. Figures go to
 OUT/results.json as they come, cell by cell; a cell that is run again replaces its older figures.
 
---docs adds summaries of OUT's cells to the JSON file beside the page, of each cell the newest, and
-writes page and plots from that file alone: it is committed, OUT is not. So a run needs no more than
+--docs adds summaries of OUT's cells to summaries.json, of each cell the newest, and writes page and
+picture from that file alone: it is committed, OUT is not. So a run needs no more than
 the cells that the page lacks: `--missing --docs docs/benchmarks.md`.
 """
 
@@ -70,7 +70,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--worlds", type=Path, metavar="DIR", help="calibrated worlds: used if there, else left")
     add("--trace", default="", metavar="DIR", help="also a profile of a step of each contestant")
     add("--out", type=Path, default=Path("out/step_time"))
-    add("--docs", type=Path, metavar="FILE", help="add OUT to the page and its plots")
+    add("--docs", type=Path, metavar="FILE", help="add OUT to the page and its picture")
+    add(
+        "--summaries",
+        type=Path,
+        default=summaries.COMMITTED,
+        metavar="FILE",
+        help="what the page is of",
+    )
     add("--no-run", action="store_true", help="only show what OUT has")
     options = parser.parse_args(arguments)
     if options.quick:
@@ -111,10 +118,10 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(earlier_table(found))
     short = [summaries.summary(cell) for cell in found]
     if found:
-        step_pages.plots(short, options.out)
+        step_pages.draw(short, options.out)
         console.print(step_pages.verdicts(short))
     if options.docs:
-        step_pages.write(summaries.merge(summaries.beside(options.docs), short), options.docs)
+        step_pages.write(summaries.merge(options.summaries, short), options.docs)
     return status
 
 
@@ -146,7 +153,7 @@ def run(model: str, shape: Shape, options: argparse.Namespace, path: Path, conso
 
 def known(options: argparse.Namespace, path: Path) -> set[tuple[Any, ...]]:
     """The keys of the cells that the file has, or the page that is to be written."""
-    files = [path, summaries.beside(options.docs)] if options.docs else [path]
+    files = [path, options.summaries] if options.docs else [path]
     return {cells.key(cell) for file in files for cell in cells.load(file)["cells"]}
 
 

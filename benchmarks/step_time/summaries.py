@@ -1,20 +1,23 @@
-"""What a page keeps of cells: few figures, rounded as it shows them, in a file beside it that git
+"""What a page keeps of cells: few figures, rounded as it shows them, in summaries.json, which git
 has. A cell's raw figures stay where they were taken; what needs its single steps is found here.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
+from benchmarks.models import SUBJECTS
 from benchmarks.step_time import cells
 from benchmarks.step_time.cells import Cell
 
 # Peer ÷ auto that is wanted: limited, unlimited, link-bound, and where the floor of auto is low.
 LEAST, NOISE, GAIN, MUCH = 1.0, 0.97, 1.15, 1.3
 LOW = 0.65  # of the best peer's floor
+COMMITTED = Path(__file__).with_suffix(".json")
 
 
 class Spread(TypedDict):
@@ -89,6 +92,21 @@ def _spread(timed: dict[str, Any]) -> Spread:
     return {"median": round(cells.median(timed), 3), "least": least, "most": most}
 
 
+def ordered(found: Iterable[Summary]) -> list[Summary]:
+    """By model, number of ranks, number of nodes and rate; a link without a limit comes last."""
+
+    def place(cell: Summary) -> tuple[float, ...]:
+        rate = cell["rate"] if cell["rate"] is not None else math.inf
+        nodes, each = cell["nodes"], cell["ranks_per_node"]
+        return list(SUBJECTS).index(cell["model"]), nodes * each, nodes, rate
+
+    return sorted(found, key=place)
+
+
+def cluster_size(cell: Summary) -> str:
+    return f"{cell['nodes']}×{cell['ranks_per_node']}"
+
+
 # -- auto against the best peer --------------------------------------------------------------------
 def verdict(cell: Cell) -> Verdict | None:
     contestants = cells.standing(cell)
@@ -130,10 +148,6 @@ def floor(cell: Cell, timed: dict[str, Any]) -> float:
 
 
 # -- a page's file ---------------------------------------------------------------------------------
-def beside(page: Path) -> Path:
-    return page.with_suffix(".json")
-
-
 def merge(path: Path, found: Iterable[Summary]) -> list[Summary]:
     """What the file has from now on: of each cell the newest, in order of their dates."""
     every: list[Summary] = [*cells.load(path)["cells"], *found]

@@ -23,7 +23,8 @@ from typing import Any
 
 from benchmarks.zoo import catalog, page, real_models, real_rows, rows
 
-DOCS = Path(__file__).parent.parent.parent / "docs"
+HERE = Path(__file__).parent
+PAGE = HERE.parent.parent / "docs" / "models.md"
 
 
 def run_apart(name: str, timeout: float) -> rows.Row:
@@ -113,10 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="of models; by default those without a row")
     parser.add_argument("--again", action="store_true", help="run all, rows or not")
     parser.add_argument("--timeout", type=float, default=300.0, help="of a model, in seconds")
-    parser.add_argument("--json", type=Path, default=DOCS / "models.json", metavar="FILE")
-    parser.add_argument("--docs", type=Path, default=DOCS / "models.md", metavar="PAGE")
+    parser.add_argument("--json", type=Path, default=HERE / "models.json", metavar="FILE")
+    parser.add_argument("--docs", type=Path, default=PAGE, metavar="PAGE")
     parser.add_argument("--real", action="store_true", help="plan models at the sizes of papers")
-    parser.add_argument("--real-json", type=Path, default=DOCS / "real_models.json", metavar="FILE")
+    parser.add_argument("--real-json", type=Path, default=HERE / "real_models.json", metavar="FILE")
     parser.add_argument("--layouts", default=",".join(real_rows.LAYOUTS), help="of --real")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, of --real")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""docs/models.md, written from the rows of docs/models.json alone."""
+"""docs/models.md, written from the rows of models.json and real_models.json alone."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ REFUSALS = ("LayoutError", "PlanError")
 PREFACE = """\
 # Models
 
-Written by `make zoo` from `docs/models.json` alone; do not edit. `make zoo ZOO="llama bert"` runs
-these models again.
+Written by `make zoo` from `benchmarks/zoo/models.json` alone; do not edit.
+`make zoo ZOO="llama bert"` runs these models again.
 
 Each model has two layers and random weights, and is made from its configuration as a user makes it:
 `use_cache`, dropout and the training mode are left as they are. Layers that are left out at random
@@ -40,7 +40,7 @@ REAL = """\
 ## Real sizes
 
 Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) from
-`docs/real_models.json`; what has no row or no cell yet is run, `--again` runs all.
+`benchmarks/zoo/real_models.json`; what has no row or no cell yet is run, `--again` runs all.
 
 The models of papers at the sizes of papers, on the meta device, in float32 (GPT-2 XL, Llama-3,
 Mistral and Gemma-2 in bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW. Every plan

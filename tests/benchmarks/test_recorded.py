@@ -8,9 +8,8 @@ from autopar import World
 from benchmarks.model import recorded
 from benchmarks.models import SUBJECTS
 from benchmarks.step_time import cells
-from launch import ROOT
 
-RECORDS = cells.load(ROOT / recorded.RECORDS)
+RECORDS = cells.load(recorded.RECORDS)
 
 
 def test_only_rows_of_the_plan_that_ran_count():

@@ -147,7 +147,7 @@ def test_a_pages_file_keeps_the_newest_of_each_cell(tmp_path):
     assert cells.load(path)["cells"] == [other, newer]
 
 
-def test_the_page_has_every_figure_and_its_plots(tmp_path):
+def test_the_page_has_every_figure_and_its_picture(tmp_path):
     even = timed("tensor", [0.2588, 0.2588, 0.31])  # its least is rounded to more than its median
     found = [
         summary(4e8, PEER, AUTO, REFUSED),
@@ -163,14 +163,14 @@ def test_the_page_has_every_figure_and_its_plots(tmp_path):
     assert "| tensor |  | 0.259 (0.26–0.31) |" in text
     assert "- FSDP2 × tensor: refused: no grid" in text
     facts = cells.machine()
-    assert f"On {facts['cpu']}, {facts['system']}, torch {facts['torch']}, world" in text
-    assert "400mbit 2000-01-01, load 0.1; unlimited 2000-01-01, load 0.1." in text
-    for model in ("gpt", "llama"):
-        assert (tmp_path / "images" / f"step_time_{model}.png").stat().st_size > 5000
+    machine = f"{facts['cpu']}, {facts['system']}, torch {facts['torch']}"
+    assert f"Timed on 2000-01-01. Machines: {machine}." in text
+    drawn = (tmp_path / "images" / "step-time.svg").read_text()
+    assert drawn.count("<circle") == 3 + 2  # a key for each rate, a dot for each cell with a peer
 
 
-def test_the_page_here_is_of_the_file_beside_it(tmp_path):
-    found = cells.load(summaries.beside(ROOT / "docs" / "benchmarks.md"))["cells"]
+def test_the_page_here_is_what_the_committed_summaries_give(tmp_path):
+    found = cells.load(summaries.COMMITTED)["cells"]
     step_pages.write(found, tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text() == (ROOT / "docs" / "benchmarks.md").read_text()
 
@@ -184,13 +184,13 @@ def test_only_cells_that_the_page_lacks_are_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cells, "measured", measured)
     monkeypatch.setattr(step_time, "stop_on_signals", lambda: None)
-    page, out = tmp_path / "page.md", str(tmp_path / "out")
+    page, out, kept = tmp_path / "page.md", str(tmp_path / "out"), tmp_path / "kept.json"
     known = summary(None, PEER, AUTO)
-    summaries.merge(summaries.beside(page), [known])
+    summaries.merge(kept, [known])
     asked = ["--models", "gpt", "llama", "--shapes", "2x2", "--rates", "unlimited", "--missing"]
-    step_time.main([*asked, "--out", out, "--docs", str(page)])
+    step_time.main([*asked, "--out", out, "--docs", str(page), "--summaries", str(kept)])
     assert ran == ["llama"]
-    first, second = cells.load(summaries.beside(page))["cells"]
+    first, second = cells.load(kept)["cells"]
     assert first == known and second["model"] == "llama"
     assert "### gpt, 2×2" in page.read_text() and "### llama, 2×2" in page.read_text()
     step_time.main([*asked, "--out", out])
@@ -245,7 +245,8 @@ def test_a_small_cell_from_end_to_end(tmp_path):
     names = ["--contestants", "DDP", "HSDP", "FSDP2 × tensor", "autopar auto"]
     command = [sys.executable, "-m", "benchmarks.step_time", *options.split(), *names]
     done = subprocess.run(
-        [*command, "--out", str(tmp_path), "--docs", str(tmp_path / "page.md")],
+        [*command, "--out", str(tmp_path), "--docs", str(tmp_path / "page.md"),
+         "--summaries", str(tmp_path / "page.json")],
         cwd=ROOT, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -286,5 +287,5 @@ def test_clusters_with_as_many_ranks_have_a_table_each():
         for rate in (4e8, 1e9)
         for nodes, each in sizes
     ]
-    order = sorted(found, key=step_pages._order)
+    order = summaries.ordered(found)
     assert [(c["nodes"], c["rate"]) for c in order] == [(2, 4e8), (2, 1e9), (4, 4e8), (4, 1e9)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from typing import Any
 
 import pytest
 import sympy
@@ -14,9 +13,8 @@ from sympy import Rational
 
 from autopar.ir.mesh import Mesh
 from benchmarks.model import formulas, words
-from docs import make_readme_picture, make_state_picture
-from docs.layout_chains import CHAINS, Chain, Placed, blocks, place
-from docs.make_layout_pictures import picture
+from benchmarks.pictures.__main__ import IMAGES, PICTURES
+from benchmarks.pictures.chains import CHAINS, Chain, Placed, blocks, place
 from launch import ROOT
 
 DOCS = ROOT / "docs"
@@ -230,10 +228,10 @@ def test_blocks_cover_every_entry_once_and_every_rank_its_share(chain):
                 assert sum(own) == held.local_size
 
 
-@by_chain
-def test_committed_pictures_are_those_that_the_script_draws(chain):
-    file = DOCS / "images" / f"layout-{chain.name}.svg"
-    assert file.read_text(encoding="utf-8") == picture(chain), "python -m docs.make_layout_pictures"
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_committed_picture_is_the_one_that_its_script_draws(name):
+    drawn = (IMAGES / f"{name}.svg").read_text(encoding="utf-8")
+    assert drawn == PICTURES[name](), f"python -m benchmarks.pictures {name}"
 
 
 # -- what the documentation says -------------------------------------------------------------------
@@ -257,9 +255,3 @@ def test_json_holds_what_is_printed(tmp_path, capsys):
     by_layout = {row["layout"]: row for row in found["words"]}
     assert by_layout["3d"]["of_bound"] == 1.0 and by_layout["2.5d"]["forward"] == 15 / 64
     assert len(found["published"]) == 22
-
-
-@pytest.mark.parametrize("module", [make_readme_picture, make_state_picture])
-def test_a_picture_is_what_the_code_says(module: Any) -> None:
-    drawn = module.PICTURE.read_text(encoding="utf-8")
-    assert drawn == module.picture(), f"python -m {module.__name__}"

@@ -14,8 +14,8 @@ from benchmarks.zoo import __main__ as zoo
 from benchmarks.zoo import catalog, page, real_models, real_rows, rows
 from benchmarks.zoo.torch_models import Classifier
 
-RESULTS = json.loads((zoo.DOCS / "models.json").read_text())
-REAL = zoo.load_real(zoo.DOCS / "real_models.json")
+RESULTS = json.loads((zoo.HERE / "models.json").read_text())
+REAL = zoo.load_real(zoo.HERE / "real_models.json")
 PROVEN = {layout: {"error": 1e-14, "nodes": 3} for layout in rows.LAYOUTS}
 
 
@@ -34,7 +34,7 @@ def test_every_model_has_a_row_with_parity_or_a_reason():
 
 
 def test_the_page_is_what_the_rows_say():
-    assert (zoo.DOCS / "models.md").read_text() == "\n".join(page.page_lines(RESULTS, REAL)) + "\n"
+    assert zoo.PAGE.read_text() == "\n".join(page.page_lines(RESULTS, REAL)) + "\n"
 
 
 def test_enough_models_are_at_parity():

@@ -52,7 +52,7 @@ def test_a_gpu_of_which_nothing_is_known_computes_as_its_data_sheet_says() -> No
 
 
 def test_matmuls_of_an_h100_take_what_was_measured() -> None:
-    """Large products of docs/gpu_rates.json, in the median within a twentieth."""
+    """Large products of gpu_rates.json, in the median within a twentieth."""
     recorded = json.loads(gpu_rates.RECORDED.read_text())
     kind = ("mm", "bfloat16", "10 GFLOP and more", "forward")
     ratios = sorted(gpu_rates.ratios(recorded)[kind])

@@ -1,23 +1,26 @@
-"""Draws docs/images/layout-*.svg: who holds which block of X, W, Y, and what moves in between.
-
-    python -m docs.make_layout_pictures [FOLDER]
+"""Who holds which block of X, W, Y in each layout, and what moves in between: layout-*.svg.
 
 Nothing is placed by hand: the owners come from cutting an index tensor with
 `autopar.ir.layout.Layout` at the coordinate of every rank, the collectives from
-`autopar.ir.reshard.steps`. Only CHAINS in docs/layout_chains.py says what a layout is. The files
-are plain SVG and the same on every run.
+`autopar.ir.reshard.steps`. Only CHAINS in chains.py says what a layout is.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from docs.layout_chains import CHAINS, Block, Chain, Matrix, Placed, blocks, collectives, place
+from benchmarks.pictures.chains import (
+    Block,
+    Chain,
+    Matrix,
+    Placed,
+    blocks,
+    collectives,
+    place,
+)
 
 SIDE, GAP, LEFT = 132, 66, 92
 KEPT_TOP, MOVES, LEGEND = 92, 124, 74  # pixels: top of the upper row, between the rows, below them
@@ -238,15 +241,3 @@ def _column(chain: Chain, matrix: Matrix, mesh: Mesh, left: float) -> str:
     if chain.panels:
         drawn.append(draw_panels(placed, chain.panels, left))
     return "\n".join(drawn)
-
-
-def main(folder: str = str(Path(__file__).parent / "images")) -> None:
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for chain in CHAINS:
-        path = Path(folder) / f"layout-{chain.name}.svg"
-        path.write_text(picture(chain), encoding="utf-8")
-        print(path)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

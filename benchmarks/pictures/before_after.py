@@ -1,16 +1,12 @@
-"""Draws docs/images/before-after.svg: one block of a model, and what each of four ranks runs of it.
-
-    python -m docs.make_readme_picture [FILE]
+"""One block of a model, and what each of four ranks runs of it: before-after.svg.
 
 Everything is read off a plan: shapes and blocks from the layouts, products and collectives from the
-rewritten graph. The file is plain SVG, light or dark as the page is, and the same on every run.
+rewritten graph.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -19,26 +15,14 @@ from torch import fx, nn
 import autopar
 from autopar.ir.layout import Layout
 from autopar.ir.program import Program
+from benchmarks.pictures.style import svg, text
 
-PICTURE = Path(__file__).parent / "images" / "before-after.svg"
 ROWS, WIDTH, HIDDEN = 32, 64, 256
 GRID = autopar.GridHSDP(replicate=2, tensor=2, sequence=False)
 WORDS = {"linear": "linear", "relu": "relu", "add": "+ x", "all_reduce": "all-reduce"}
 
-LEFT, RANKS_LEFT, COLUMN, BOX = 20, 268, 174, 154  # pixels
-TOP, STEP, HEIGHT = 92, 62, 40
-STYLE = """
-  text { font-family: system-ui, sans-serif; font-size: 13px; fill: #1f2328 }
-  .small { font-size: 11.5px; fill: #59636e } .title { font-size: 15px; font-weight: 600 }
-  .box { fill: #f6f8fa; stroke: #8c959f } .weight { fill: #ffffff; stroke: #8c959f }
-  .held { fill: #1f6feb } .forward { fill: #1a7f37 } .backward { fill: #bc4c00 }
-  .line { stroke: #8c959f } .onbar { fill: #ffffff; font-size: 12px }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3 } .small { fill: #9198a1 } .box { fill: #161b22; stroke: #6e7681 }
-    .weight { fill: #0d1117; stroke: #6e7681 } .held { fill: #4493f8 }
-    .forward { fill: #2ea043 } .backward { fill: #db6d28 } .line { stroke: #6e7681 }
-  }
-"""
+LEFT, RANKS_LEFT, COLUMN, BOX = 8, 158, 124, 114  # pixels
+TOP, STEP, HEIGHT = 88, 58, 42
 
 
 class Block(nn.Module):
@@ -99,20 +83,17 @@ def picture() -> str:
     program, mesh = plan.context.program, plan.mesh
     lines = [*rows(program)]
     sums = {c.chain: c.axes for c in plan.collectives if c.backward and c.kind == "all_reduce"}
-    bottom = TOP + len(lines) * STEP + 2 * STEP
+    bottom = TOP + (len(lines) + 2) * STEP + 14
     right = RANKS_LEFT + mesh.size * COLUMN
     drawn = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {bottom}" '
-        f'width="{right}" height="{bottom}" role="img" aria-label="one block of a model on one '
-        f'device, and what each of {mesh.size} ranks runs of it">',
-        f"<style>{STYLE}</style>",
-        _text(LEFT, 28, "What you write", "title"),
-        _text(LEFT, 48, "one device", "small"),
-        _text(RANKS_LEFT, 28, f"What autopar makes of it on the mesh {mesh}", "title"),
+        text(LEFT, 20, "What you write", "title"),
+        text(LEFT, 42, "one device"),
+        text(RANKS_LEFT, 20, f"What each rank runs, on the mesh {mesh}", "title"),
     ]
     for rank in range(mesh.size):
-        place = ", ".join(f"{axis} {at}" for axis, at in mesh.coordinate(rank).items())
-        drawn.append(_text(_x(rank), 48, f"rank {rank}: {place}", "small"))
+        drawn.append(text(_x(rank), 42, f"rank {rank}"))
+        for line, (axis, at) in enumerate(mesh.coordinate(rank).items()):
+            drawn.append(text(_x(rank), 59 + 15 * line, f"{axis} {at}", "small"))
     x = Layout(mesh, (ROWS, WIDTH), program.layouts["x"].states)
     drawn += _boxes(TOP, "x", x, None)
     for number, line in enumerate(lines, 1):
@@ -128,17 +109,13 @@ def picture() -> str:
         drawn += _links(
             y, groups, f"in the backward, gradients of weights: all-reduce over {axes[0]}"
         )
-    drawn.append(_text(LEFT, bottom - 12, "Blue: the block of a weight that is held.", "small"))
-    return "\n".join((*drawn, "</svg>\n"))
+    drawn.append(text(LEFT, bottom - 12, "Blue: the block of a weight that is held.", "small"))
+    label = f"one block of a model on one device, and what each of {mesh.size} ranks runs of it"
+    return svg(right, bottom, label, drawn)
 
 
 def _x(rank: int) -> int:
     return RANKS_LEFT + rank * COLUMN
-
-
-def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    kind = f' class="{kind}"' if kind else ""
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{kind}>{words}</text>'
 
 
 def _boxes(y: float, words: str, layout: Layout, weight: Layout | None) -> list[str]:
@@ -159,16 +136,16 @@ def _box(
     coordinate: dict[str, int] | None,
 ) -> list[str]:
     """Return an op with the shape of its result, and the block of its weight that is held."""
-    width = BOX if coordinate is not None else BOX + 40
+    width = BOX if coordinate is not None else BOX + 16
     drawn = [
         f'<rect x="{x}" y="{y}" width="{width}" height="{HEIGHT}" rx="5" class="box"/>',
-        _text(x + 10, y + 18, words),
-        _text(x + 10, y + 33, " × ".join(map(str, shape)), "small"),
+        text(x + 10, y + 18, words),
+        text(x + 10, y + 35, " × ".join(map(str, shape)), "small"),
     ]
     if words != "x":
         drawn.insert(0, f'<path d="M{x + 30} {y - STEP + HEIGHT} V{y}" class="line"/>')
     if weight is not None:
-        drawn += _held(x + width - 44, y + 5, weight, coordinate)
+        drawn += _held(x + width - 40, y + 6, weight, coordinate)
     return drawn
 
 
@@ -200,7 +177,7 @@ def _bars(y: float, words: str, groups: Sequence[Sequence[int]], kind: str, over
         drawn += [
             f'<rect x="{left}" y="{y + 8}" width="{right - left}" height="24" rx="12" '
             f'class="{kind}"/>',
-            _text((left + right) / 2, y + 24, f"{words} {over}", "onbar", "middle"),
+            text((left + right) / 2, y + 24, f"{words} {over}", "onbar", "middle"),
         ]
     drawn.append(f'<path d="M{LEFT + 30} {y - STEP + HEIGHT} V{y + STEP}" class="line"/>')
     for rank in range(max(map(max, groups)) + 1):
@@ -212,7 +189,7 @@ def _links(y: float, groups: Sequence[Sequence[int]], words: str) -> list[str]:
     """Return a collective among ranks that are no neighbours: a bar for each group, one below the
     other, with a dot at every rank that takes part.
     """
-    drawn = [_text(RANKS_LEFT, y + 6, words, "small")]
+    drawn = [text(RANKS_LEFT, y + 6, words, "small")]
     for number, group in enumerate(dict.fromkeys(map(tuple, groups))):
         middle = y + 22 + number * 18
         left, right = _x(group[0]) + 30, _x(group[-1]) + 30
@@ -224,12 +201,3 @@ def _links(y: float, groups: Sequence[Sequence[int]], words: str) -> list[str]:
             f'<circle cx="{_x(r) + 30}" cy="{middle}" r="6" class="backward"/>' for r in group
         ]
     return drawn
-
-
-def main() -> None:
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURE
-    path.write_text(picture(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
