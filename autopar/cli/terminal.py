@@ -156,13 +156,13 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     device.
     """
     machines = plan.world if world is None else world
+    sent = f"{format_amount(plan.comm_bytes)}B"
+    print_line(out, "step", f"{format_seconds(plan.step_seconds)} modelled; a rank sends {sent}")
     print_line(out, "world", str(machines))
     if not plan.measured:
         print_line(out, "rates", _assumed_text(machines))
     print_line(out, "layout", plan.layout)
     out.print(plan.table())
-    sent = f"{format_amount(plan.comm_bytes)}B"
-    print_line(out, "modelled", f"{format_seconds(plan.step_seconds)} a step; a rank sends {sent}")
     if plan.groups:
         print_line(
             out, "groups", f"{len(plan.groups)} to communicate over: {', '.join(plan.groups)}"

@@ -74,7 +74,7 @@ def table(plan: Plan) -> PrintedTable:
         [
             legend,
             *_parts(plan),
-            *_proof(plan),
+            *_gap(plan),
             *(f"not split: {escape(reason)}" for reason in plan.unsplit),
             *(escape(f"{what} again in the backward: {names}") for names, what in plan.dropped),
             *_as_fast(plan),
@@ -111,23 +111,25 @@ def _parts(plan: Plan) -> list[str]:
     return [f"MB: sent by a rank; {step}"]
 
 
-def _proof(plan: Plan) -> list[str]:
-    """Return the sentence on how close to the least the plan is proven to be. With overlap, that is
-    proven of the sum of all seconds, in which collectives are neither joined nor hidden.
+def _gap(plan: Plan) -> list[str]:
+    """Return the sentence on how much longer the plan may take than the fastest one. With overlap,
+    that is proven of the sum of all seconds, in which collectives are neither joined nor hidden.
     """
     if not plan.bound or not plan.mesh.axes:
         return []
     several = f" on {len(plan.meshes)} meshes" if len(plan.meshes) > 1 else ""
-    above = "" if plan.gap < 1e-6 else f"at most {plan.gap:.2%} above "
-    least = f"the least of all plans{_knowing(plan)}{several}"
+    longer = f"at most {plan.gap:.2%} longer than the fastest plan{_knowing(plan)}{several}"
+    if plan.gap < 1e-6:
+        longer = f"no plan{several} takes less"
     if plan.overlapped is None:
-        return [f"proven: {above}{least}"]
-    return [f"proven: with every collective by itself {plan.seconds * 1e3:.2f} ms, {above}{least}"]
+        return [f"gap: {longer}"]
+    step = f"with every collective sent alone and waited for, {plan.seconds * 1e3:.2f} ms"
+    return [f"gap: {step}: {longer}"]
 
 
 def _knowing(plan: Plan) -> str:
     """Return in words whether the bound holds within the memory limit or without any."""
-    if plan.limit is None or plan.gap < 1e-6:
+    if plan.limit is None:
         return ""
     free = min((seconds for _, seconds in plan.meshes), default=plan.bound)
     within = plan.bound > free * (1 + 1e-6)
@@ -159,7 +161,7 @@ def summary(plan: Plan) -> str:
         lines.insert(4, ("hides", f"{hidden} of communication; {exposed} is exposed"))
     if plan.microbatches > 1:
         lines.append(("parts", parts_text(plan)))
-    lines += [("proven", line.removeprefix("proven: ")) for line in _proof(plan)]
+    lines += [("gap", line.removeprefix("gap: ")) for line in _gap(plan)]
     lines += [("again", f"{what} in the backward: {names}") for names, what in plan.dropped]
     return "\n".join(["Plan", *(f"  {name:7} {text}" for name, text in lines[:9])])
 

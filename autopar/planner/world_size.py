@@ -26,7 +26,7 @@ from autopar.planner.rematerialize import effort
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve import ShortenedModel, exact
 from autopar.planner.space import Candidate, candidates
-from autopar.world import World
+from autopar.world import Level, World
 
 _AS_FAST = 1.01  # times the plan's seconds
 _AXES = 2
@@ -39,19 +39,19 @@ def smaller_world(program: Program, plan: Plan, request: PlanRequest) -> tuple[i
     nodes first. Both steps are of one kind: with communication hidden where the plan hides it.
 
     `program`: annotated. A bound settles nearly all cases; only a world that it leaves open is
-    searched, on its most promising mesh. Where a half is not as fast, of those below it one rank
-    alone is looked at: it sends nothing.
+    searched, on its most promising mesh. One rank is always considered, even where a half is not as
+    fast or the layout is for more ranks: it sends nothing.
     """
-    smallest, halves = None, list(_halves(plan.world))
-    for world in halves:
+    smallest = None
+    for world in _halves(plan.world):
         seconds = _seconds_if_as_fast(program, world, request, plan)
         if seconds is None:
             break
         smallest = world.ranks, seconds
-    else:
+    if 1 in (plan.world.ranks, smallest and smallest[0]):
         return smallest
-    one = halves[-1]
-    seconds = _seconds_if_as_fast(program, one, request, plan) if one.ranks == 1 else None
+    any_layout = dataclasses.replace(request, layout="auto")
+    seconds = _seconds_if_as_fast(program, _one_rank(plan.world), any_layout, plan)
     return smallest if seconds is None else (1, seconds)
 
 
@@ -142,6 +142,11 @@ def _halves(world: World) -> Iterator[World]:
         measured = tuple(m for m in world.measured if m.reach <= world.ranks // 2)
         world = dataclasses.replace(world, levels=levels, measured=measured)
         yield world
+
+
+def _one_rank(world: World) -> World:
+    """Return the world of one of these devices."""
+    return dataclasses.replace(world, levels=(Level(1, 1e9, 0.0),), links=(), measured=())
 
 
 def _times(world: World, times: int) -> World | None:

@@ -208,9 +208,8 @@ def test_plan_says_both_and_a_file_keeps_them() -> None:
     assert plan.overlapped < plan.seconds
     table = plan.table()
     assert str(table.title).endswith(f": {plan.overlapped * 1e3:.2f} ms a step, modelled")
-    assert f"proven: with every collective by itself {plan.seconds * 1e3:.2f} ms, " in str(
-        table.caption
-    )
+    waited = f"gap: with every collective sent alone and waited for, {plan.seconds * 1e3:.2f} ms: "
+    assert waited in str(table.caption)
     assert Plan.from_json(plan.to_json()).overlapped == plan.overlapped
     headings = [str(column.header) for column in plan.table().columns]
     parts = ["compute", "comm.", "hidden", "exposed"]

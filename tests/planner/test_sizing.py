@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
+import networkx
 import pytest
 import torch
 from torch import nn
@@ -82,6 +84,27 @@ def test_one_rank_is_looked_at_where_half_is_not_as_fast() -> None:
     (two, _) = _halves(world)
     request = PlanRequest("auto", Budget.of(world, "auto", "adamw", "auto"), None, True)
     assert _seconds_if_as_fast(source, two, request, plan) is None
+
+
+def ring(ranks: int) -> autopar.World:
+    """The world of this machine's devices, joined in a ring."""
+    graph = networkx.cycle_graph(ranks)
+    networkx.set_edge_attributes(graph, 1e6, "bytes_per_s")
+    return autopar.World.from_graph(graph, autopar.World.of(1).device)
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(4, autopar.Grid4D(x=2, y=2)), (3, "auto"), (6, "ddp"), (ring(4), "auto")],
+    ids=["a grid", "three ranks", "six ranks", "a network without levels"],
+)
+def test_one_rank_is_considered_whatever_the_layout_and_the_world(
+    world: autopar.World | int, layout: Any
+) -> None:
+    model, args = nn.Sequential(nn.Linear(12, 24), nn.Linear(24, 12)), (torch.ones(12, 12),)
+    plan = autopar.plan(model, world, args, layout)
+    alone = autopar.plan(model, 1, args)
+    assert plan.smaller == (1, pytest.approx(alone.step_seconds))
 
 
 def test_one_rank_is_no_ranks() -> None:
