@@ -143,6 +143,11 @@ def test_pages_build_and_their_links_lead_somewhere(tmp_path: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span>' in (tmp_path / "api.html").read_text()
 
 
+def test_the_api_page_has_every_name_that_autopar_exports() -> None:
+    names = re.findall(r"^::: autopar\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted(names) == sorted(autopar.__all__)
+
+
 def torchrun_commands() -> list[list[str]]:
     """The words after each torchrun of the page on several machines and of its Slurm script."""
     page = (DOCS / "multi-node.md").read_text()

@@ -19,21 +19,16 @@ PREFACE = """\
 Written by `make zoo` from `benchmarks/zoo/models.json` alone; do not edit.
 `make zoo ZOO="llama bert"` runs these models again.
 
-Each model has two layers and random weights, and is made from its configuration as a user makes it:
-`use_cache`, dropout and the training mode are left as they are. Layers that are left out at random
-by a branch (`layerdrop` of m2m_100 and the audio models) are not, as autopar refuses the branch; so
-it does NumPy's draws, and `apply_spec_augment` of the audio models is off. A model is traced and
-planned for four ranks, then all four run in one process, in float64, in the layouts `auto`,
-`megatron` and `fsdp`. Compared with one device are, as `autopar.verify` does it, every node, the
-loss, every gradient, and the parameters after three steps of AdamW; and the traced graph with the
-model itself.
+Each model has two layers and random weights, made from its configuration as a user makes it; only
+what draws NumPy's numbers is off (`layerdrop` of the audio models and m2m_100, and
+`apply_spec_augment`). Four ranks run in one process, in float64, in the layouts `auto`, `megatron`
+and `fsdp`. As in `autopar.verify`, every node, the loss, every gradient and the parameters after
+three steps of AdamW are compared with one device.
 
 A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
-and `CPU` is those of the whole row, on a machine that did other things too. Of the ops without a
-sharding rule in autopar, `by trial` lists those whose rule was found by running them on small
-tensors, and which are split as others are. `no rule` lists those that have none: each runs
-unsharded on every rank, and its computation takes the part of the modelled step that stands behind
-it. Numbers in brackets lead to reasons below a table.
+`CPU` those of the whole row. `by trial`: ops whose rule was found by running them on small tensors.
+`no rule`: ops that run unsharded on every rank, with their part of the modelled step. Numbers in
+brackets lead to reasons below a table.
 """
 
 REAL = """\
@@ -42,14 +37,13 @@ REAL = """\
 Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) from
 `benchmarks/zoo/real_models.json`; what has no row or no cell yet is run, `--again` runs all.
 
-The models of papers at the sizes of papers, on the meta device, in float32 (GPT-2 XL, Llama-3,
-Mistral and Gemma-2 in bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW. Every plan
-is made in a process of its own that may take 120 CPU seconds. `whole` is the share of the model's
-FLOPs in products, convolutions and attention that several ranks run whole; with a `*` it is
-`auto`'s choice, as splitting them would take longer, and behind a `+` stand the ops without a rule,
-which every rank runs whole. `step` is the modelled step beside that of one rank (of any memory),
-`peak` a rank's memory beside that of one rank that holds all, `CPU` the seconds that planning took.
-Cells that are empty have not been run.
+The models of papers at their sizes, on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and
+Gemma-2 in bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW; each plan may take 120
+CPU seconds. `whole` is the share of the model's FLOPs in products, convolutions and attention that
+several ranks run whole; with a `*` it is `auto`'s choice, as splitting them would take longer;
+behind a `+` stand the ops without a rule. `step` is the modelled step beside that of one rank (of
+any memory), `peak` a rank's memory beside that of one rank that holds all, `CPU` the seconds of
+planning. Empty cells have not been run.
 """
 
 
