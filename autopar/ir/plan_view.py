@@ -112,19 +112,19 @@ def _parts(plan: Plan) -> list[str]:
 
 
 def _gap(plan: Plan) -> list[str]:
-    """Return the sentence on how much longer the plan may take than the fastest one. With overlap,
-    that is proven of the sum of all seconds, in which collectives are neither joined nor hidden.
+    """Return the sentence on how much less the fastest plan may take. With overlap, that is proven
+    of the sum of all seconds, in which collectives are neither joined nor hidden.
     """
     if not plan.bound or not plan.mesh.axes:
         return []
     several = f" on {len(plan.meshes)} meshes" if len(plan.meshes) > 1 else ""
-    longer = f"at most {plan.gap:.2%} longer than the fastest plan{_knowing(plan)}{several}"
+    less = f"the fastest plan{several}{_knowing(plan)} takes at most {plan.gap:.2%} less"
     if plan.gap < 1e-6:
-        longer = f"no plan{several} takes less"
+        less = f"no plan{several} takes less"
     if plan.overlapped is None:
-        return [f"gap: {longer}"]
+        return [f"gap: {less}"]
     step = f"with every collective sent alone and waited for, {plan.seconds * 1e3:.2f} ms"
-    return [f"gap: {step}: {longer}"]
+    return [f"gap: {step}; {less}"]
 
 
 def _knowing(plan: Plan) -> str:
