@@ -27,6 +27,7 @@ try:
         GridContext,
         GridEP,
         GridHSDP,
+        Stages,
     )
     from autopar.runtime.dynamo_backend import backend
     from autopar.runtime.module import ParallelModule
@@ -63,6 +64,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "Stages",
     "TraceError",
     "VerificationError",
     "World",

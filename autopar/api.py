@@ -27,6 +27,7 @@ from autopar.planner import edit, world_size
 from autopar.planner.confirm import finish_plan, rewrite_for_ranks
 from autopar.planner.padding import with_padding_of
 from autopar.planner.parts_search import in_fastest_parts
+from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest
 from autopar.planner.solve import search_meshes
@@ -35,7 +36,6 @@ from autopar.runtime import agreement
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
     agree_on_request,
-    build_runner,
     current_tensors,
     plan_context,
     plan_on_rank_0,
@@ -47,7 +47,7 @@ from autopar.runtime.module import NUMBERS, ParallelModule, parallel_module
 from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
 from autopar.runtime.training.deferred import Deferred
-from autopar.runtime.training.parts_run import PartsRun, batch_program
+from autopar.runtime.training.runners import rank_runner
 from autopar.runtime.verify import Check, compare
 from autopar.world import World, ranks, store
 
@@ -111,6 +111,7 @@ def plan(
     budget = Budget.of(machines, memory, optimizer, recompute)
     check_room(model, machines, budget)
     request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
+    machines, request = of_one_stage(machines, request)
     planned = partial(_plan_parts, model, machines, inputs, request, progress, smaller)
     if microbatches == "auto":
         return in_fastest_parts(planned, inputs)
@@ -128,12 +129,13 @@ def _plan_parts(
 ) -> Plan:
     """Return the plan of a step in so many parts."""
     request = dataclasses.replace(request, microbatches=microbatches)
+    require_parts(request)
     pipeline = PassManager(progress)
     source, parts = trace_step(model, inputs, microbatches, pipeline)
     program = choose_plan(pipeline, analyse(pipeline, source, request), machines, request)
     best = finish_plan(pipeline, source, program, machines, request, parts)
     if not smaller or microbatches > 1:
-        return best
+        return in_stages(best, request)
     pipeline.progress("smaller worlds")
     fewer = world_size.smaller_world(program, best, request)
     return dataclasses.replace(best, smaller=fewer)
@@ -208,20 +210,16 @@ def _apply(
     program = context.program
     tensors = ranks.together("taking the parameters", lambda: current_tensors(model, program))
     context = context.on_device(place)
-    device_mesh, run = build_runner(context, place.type, backend, overlap)
+    runner = rank_runner(context, place, backend, overlap)
     agreement.require_same_tensors(tensors, sync_parameters)
     plan_kept = context.without_tensors()
-    program = dataclasses.replace(context.program, plan=plan_kept)
-    if context.parts is not None:
-        run = PartsRun(run, program, context.parts, device_mesh)
-        program = batch_program(program, context.parts)
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
     options = plan_kept, backend, overlap
     return ranks.together(
         "placing the parameters",
         lambda: parallel_module(
-            model, program, context.graphs, run, device_mesh, place, tensors, seed, number, options
+            model, context.graphs, runner, place, tensors, seed, number, options
         ),
     )
 

@@ -97,6 +97,14 @@ class _Shapes:
         self._backend = backend
         self._sizes: dict[str, int] = {}
 
+    def send(self, to: int, x: Tensor) -> None:
+        """Raise: the graph of a stage sends nothing to other stages itself."""
+        raise AssertionError("a graph has no sends")
+
+    def receive(self, number: int, source: int) -> Tensor:
+        """Raise, as `send` does."""
+        raise AssertionError("a graph has no receives")
+
     def exchange(self, kind: str, x: Tensor, group: str) -> Tensor:
         """Return a result of the shape that this kind of collective gives, and hold what the
         backend holds.

@@ -23,6 +23,7 @@ from autopar.ir import plan_file, plan_view
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan_file import digest, write
+from autopar.ir.pipeline_schedule import Pipeline
 from autopar.ir.plan_table import Collective, Memory, Padding, Row, blocks_text
 from autopar.world import World, json_file
 from autopar.world.world import CALIBRATED
@@ -36,9 +37,9 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit", "replicated_outputs", "microbatches", "sums_once",
-    "interleaved", "strided_from",
+    "interleaved", "strided_from", "schedule", "rounds",
 )  # fmt: skip
-_NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit")
+_NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit", "cuts")
 _UNCONVERTED = (
     "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
     "padding",
@@ -79,6 +80,10 @@ class Decision:
     microbatches: int = 1  # parts of a step, one after the other; the graph is that of one
     sums_once: bool = True  # ranks sum every gradient once a step, not once a part
     interleaved: bool = False  # two parts run in turns, so that one computes as the other sends
+    # the block that each stage of a pipeline but the first begins with; none without stages
+    cuts: tuple[str, ...] = ()
+    schedule: str = ""  # of a pipeline: a name of ir.pipeline_schedule.SCHEDULES
+    rounds: int = 1  # stages of a rank
     # tokens: sequences as long, which causal attention reads, may be split by stride
     strided_from: int | None = None
     # factors of dims that are padded with zeros, so that axes divide them
@@ -163,6 +168,16 @@ class Plan(Decision, Figures, Origin):
         the sum `seconds`.
         """
         return self.seconds if self.overlapped is None else self.overlapped
+
+    @property
+    def ranks(self) -> int:
+        """The ranks that the plan is for: those of the mesh, for each of a pipeline's."""
+        return max(1, self.mesh.size) * self.pipeline.ranks
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """How the stages lie on ranks; of one rank without stages."""
+        return Pipeline((len(self.cuts) + 1) // self.rounds, self.rounds)
 
     @property
     def measured(self) -> bool:

@@ -88,7 +88,7 @@ class Output:
     name), or a user's leaf.
     """
 
-    kind: Literal["mutation", "user"]
+    kind: Literal["mutation", "user", "border"]
     node: str | None  # None: the graph returns `constant`
     target: str = ""
     constant: Any = None

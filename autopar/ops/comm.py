@@ -41,6 +41,10 @@ class Simulator(Protocol):
 
     def exchange(self, kind: str, x: Tensor, group: str) -> Tensor: ...
 
+    def send(self, to: int, x: Tensor) -> None: ...
+
+    def receive(self, number: int, source: int) -> Tensor: ...
+
 
 simulator: Simulator | None = None
 _compat.safe_gathers()  # before the first communication

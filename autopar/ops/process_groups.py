@@ -54,37 +54,70 @@ class _Connection:
 _connections: dict[tuple[Mesh, str], _Connection] = {}
 
 
-def connect(mesh: Mesh, device_type: str, names: Iterable[str] = ()) -> DeviceMesh:
+def connect(
+    mesh: Mesh, device_type: str, names: Iterable[str] = (), copies: int = 1
+) -> DeviceMesh:
     """Open a process group for every axis and for each of `names` (see `group_name` and
     `collectives.groups_of`), in one order, and return the mesh for DTensor.
 
     Collective: all ranks of the running default process group call it with the same mesh and names.
     A second call opens only what is not open. A mesh of one rank gives a DeviceMesh with the one
-    axis "rank". Raises WorldError where the mesh and the running process group differ in size.
+    axis "rank". `copies`: of the mesh, one after the other over the ranks, as the stages of a
+    pipeline have; the groups and the DeviceMesh are those of the rank's own copy. Raises WorldError where the mesh and the running process group differ in size.
     """
-    world = _running_world(mesh)
+    world = _running_world(mesh, copies)
     _end_groups_at_exit()
     with undone_on_failure():
         connection = _connections.get((mesh, device_type))
         if connection is None or connection.world is not world:
-            connection = _connections[mesh, device_type] = _connection(mesh, device_type, world)
+            connection = _connection(mesh, device_type, world, copies)
+            _connections[mesh, device_type] = connection
         axis_groups = {group_name(str(mesh), (axis,)) for axis in mesh.names}
         for name in sorted(axis_groups.union(names)):
             if name not in connection.names:
-                group = _open_group(mesh, name, connection)
+                group = _open_group(mesh, name, connection, copies)
                 _compat.unregister_process_group(name)  # a broken connection may have left it
                 _compat.register_process_group(name, group)
                 connection.names.add(name)
     return connection.device_mesh
 
 
-def _connection(mesh: Mesh, device_type: str, world: dist.ProcessGroup) -> _Connection:
+def connect_stages(mesh: Mesh, copies: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Open two process groups over the ranks that have the same place in every copy of a mesh: one
+    for what goes to later copies, one for what goes to earlier ones. In each, two ranks send in one
+    direction alone, so that on GPUs no send waits behind a receive of the same pair. Collective.
+    """
+    world = _running_world(mesh, copies)
+    _end_groups_at_exit()
+    found = _columns.get((mesh, copies))
+    if found is None or found[0] is not world:
+        columns = [list(range(place, mesh.size * copies, mesh.size)) for place in range(mesh.size)]
+        timeout = _compat.timeout_of(world)
+        up, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout)
+        down, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout)
+        found = _columns[mesh, copies] = world, up, down
+    return found[1:]
+
+
+_columns: dict[
+    tuple[Mesh, int], tuple[dist.ProcessGroup, dist.ProcessGroup, dist.ProcessGroup]
+] = {}
+
+
+def _connection(
+    mesh: Mesh, device_type: str, world: dist.ProcessGroup, copies: int
+) -> _Connection:
     """Return a new connection; names lead to the same groups for all types of devices. The axes of
     its DeviceMesh are in storage order, as DTensor splits axis by axis.
     """
     sizes, axes = tuple(mesh.sizes.values()) or (1,), mesh.names or ("rank",)
     order = mesh.storage_order or (0,)
-    if order == tuple(range(len(axes))):
+    if copies > 1:
+        places = torch.arange(mesh.size * copies).view(copies, *sizes)
+        places = places.permute(0, *(place + 1 for place in order))
+        names = tuple(axes[place] for place in order)
+        device_mesh = DeviceMesh(device_type, places, mesh_dim_names=("stage", *names))[names]
+    elif order == tuple(range(len(axes))):
         device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
     else:
         places = torch.arange(mesh.size).view(sizes).permute(order)
@@ -96,7 +129,7 @@ def _connection(mesh: Mesh, device_type: str, world: dist.ProcessGroup) -> _Conn
         if other == mesh and connection.world is world:
             return _Connection(world, device_mesh, connection.groups, connection.names)
     new_connection = _Connection(world, device_mesh, {}, set())
-    _find_open_groups(mesh, new_connection)
+    _find_open_groups(mesh, new_connection, copies)
     return new_connection
 
 
@@ -133,6 +166,7 @@ def disconnect() -> None:
         for name in connection.names:
             _compat.unregister_process_group(name)
     _connections.clear()
+    _columns.clear()
 
 
 def _end_groups() -> None:
@@ -159,46 +193,51 @@ def _end_groups_at_exit() -> None:
     atexit.register(_end_groups)
 
 
-def _running_world(mesh: Mesh) -> dist.ProcessGroup:
+def _running_world(mesh: Mesh, copies: int = 1) -> dist.ProcessGroup:
     """Return the default process group. Raises WorldError where none is running or its size is not
-    that of the mesh.
+    that of the mesh, or of so many copies of it.
     """
+    size = mesh.size * copies
     if not dist.is_initialized():
         raise WorldError(
-            f"mesh {str(mesh)!r} has {mesh.size} ranks, but no process group is running; "
+            f"mesh {str(mesh)!r} has {size} ranks, but no process group is running; "
             "start with torchrun and call torch.distributed.init_process_group first"
         )
     running = dist.get_world_size()
-    if running != mesh.size:
+    if running != size:
         raise WorldError(
-            f"mesh {mesh} has {mesh.size} ranks, the running process group has {running}; "
-            f"plan for {running} ranks or start {mesh.size}"
+            f"mesh {mesh} has {size} ranks, the running process group has {running}; "
+            f"plan for {running} ranks or start {size}"
         )
     world = dist.group.WORLD
     assert world is not None
     return world
 
 
-def _partition(mesh: Mesh, name: str) -> tuple[tuple[int, ...], ...]:
+def _partition(mesh: Mesh, name: str, copies: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of all groups of this name: every rank is in one group."""
-    return tuple(sorted({tuple(group_ranks(name, rank)) for rank in range(mesh.size)}))
+    own = sorted({tuple(group_ranks(name, rank)) for rank in range(mesh.size)})
+    firsts = range(0, mesh.size * copies, mesh.size)
+    return tuple(tuple(first + rank for rank in group) for first in firsts for group in own)
 
 
-def _find_open_groups(mesh: Mesh, connection: _Connection) -> None:
+def _find_open_groups(mesh: Mesh, connection: _Connection, copies: int) -> None:
     """Enter the groups that torch has open already: one of all ranks, and one for every axis of the
     DeviceMesh.
     """
     for axis in mesh.names:
-        partition = _partition(mesh, group_name(str(mesh), (axis,)))
+        partition = _partition(mesh, group_name(str(mesh), (axis,)), copies)
         connection.groups[partition] = connection.device_mesh.get_group(axis)
-    connection.groups[(tuple(range(mesh.size)),)] = connection.world
+    connection.groups[(tuple(range(mesh.size * copies)),)] = connection.world
 
 
-def _open_group(mesh: Mesh, name: str, connection: _Connection) -> dist.ProcessGroup:
+def _open_group(
+    mesh: Mesh, name: str, connection: _Connection, copies: int
+) -> dist.ProcessGroup:
     """Return the group of this rank, opening it at first; names with the same ranks, such as those
     of two levels, share it.
     """
-    partition = _partition(mesh, name)
+    partition = _partition(mesh, name, copies)
     if partition not in connection.groups:
         group, _ = dist.new_subgroups_by_enumeration(
             [list(members) for members in partition], timeout=_compat.timeout_of(connection.world)

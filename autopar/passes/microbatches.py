@@ -74,6 +74,16 @@ class Parts:
     results: tuple[State, ...]
 
 
+def whole_batch(program: Program) -> Parts:
+    """Return how an emitted program of a whole step runs as one part."""
+    results: list[State] = [
+        "rows" if program.layouts[output.node].shape else "sum"
+        for output in program.signature.outputs
+        if output.node is not None
+    ]
+    return Parts(1, (), None, (), frozenset(), tuple(results))
+
+
 def in_parts(
     program: Program, whole: Program, count: int, split: frozenset[int]
 ) -> tuple[Program, Parts]:

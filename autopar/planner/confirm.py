@@ -60,7 +60,9 @@ def fit_to_memory(
     """
     chosen = leanest(chosen, request)
     assert chosen.plan is not None
-    program = _keep_traced_on_one_rank(source, manager.run_all(PIPELINE, chosen, world))
+    program = manager.run_all(PIPELINE, chosen, world)
+    if request.stages is None:  # whose graph is cut by what the rewrite notes at its nodes
+        program = _keep_traced_on_one_rank(source, program)
     step = partial(
         rematerialize_to_fit,
         world=world,

@@ -207,7 +207,42 @@ class GridEP:
 
 
 Grid = Grid2D | Grid3D | Grid4D | Grid25D | GridHSDP | GridEP | GridContext
-Layouts = str | Grid | Mapping[str, "str | Grid"]
+Within = str | Grid | Mapping[str, "str | Grid"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A pipeline: the model is cut into stages of consecutive blocks, each on ranks / `count` of the
+    ranks, which run micro-batches one after the other and send what is between two stages on.
+
+    >>> import autopar, torch
+    >>> class Net(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    ...     def forward(self, x):
+    ...         for layer in self.layers:
+    ...             x = layer(x).relu()
+    ...         return x.square().mean()
+    >>> plan = autopar.plan(Net(), 4, (torch.ones(8, 8),), Stages(2, "fsdp"), microbatches=4)
+    >>> plan.cuts, str(plan.mesh)
+    (('layers.2',), 'data2')
+
+    `within`: the layout of every stage, a name, a grid or a dict. `schedule`: the order of forwards
+    and backwards: "gpipe" (arXiv 1811.06965, section 2.3), "1f1b" (arXiv 2006.09503, section 3.1),
+    or "interleaved" (arXiv 2104.04473, section 2.2) or "looped-bfs" (arXiv 2211.05953), where each
+    rank has `rounds` stages. Blocks are the model's repeated modules, and stages are cut so that the
+    slowest is fast. Raises, when planned, LayoutError where `count` does not divide the ranks,
+    PlanError where the model has fewer blocks than stages, or a step has no micro-batches.
+    """
+
+    count: int
+    within: Within = "auto"
+    schedule: str = "1f1b"
+    rounds: int = 1
+
+
+Layouts = Within | Stages
 Outputs = Literal["replicated", "sharded"]
 Microbatches = int | Literal["auto"]
 
@@ -223,6 +258,8 @@ def _strided_from(layout: Layouts) -> int | None:
             return 2
         case "auto":
             return _LONG_FOR_AUTO
+        case Stages():
+            return _strided_from(layout.within)
         case GridContext():
             return 2 if layout.attention == "strided" else None
         case Mapping():
@@ -240,7 +277,8 @@ class PlanRequest:
     summed, None for their own. `overlap`: plans are compared by a step with communication under
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
-    `microbatches`: the parts of a step, one after the other. `plan_strided_from`: `strided_from`
+    `microbatches`: the parts of a step, one after the other. `stages`: of a pipeline, each of which
+    `layout` and `budget` are for. `plan_strided_from`: `strided_from`
     of a plan from a file.
     """
 
@@ -251,6 +289,7 @@ class PlanRequest:
     outputs: Outputs = "sharded"
     replicated_parameters: bool = False
     microbatches: int = 1
+    stages: Stages | None = None
     plan_strided_from: int | None = None
 
     @property
@@ -281,7 +320,13 @@ class PlanRequest:
         overlap = plan.overlapped is not None
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
         summed, strided_from = plan.reduce_dtype, plan.strided_from
-        return PlanRequest(layout, budget, summed, overlap, outputs, plan_strided_from=strided_from)
+        stages = None
+        if plan.cuts:
+            ranks = (len(plan.cuts) + 1) // plan.rounds
+            stages = Stages(ranks, plan.layout, plan.schedule, plan.rounds)
+        return PlanRequest(
+            layout, budget, summed, overlap, outputs, stages=stages, plan_strided_from=strided_from
+        )
 
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""

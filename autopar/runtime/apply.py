@@ -39,6 +39,7 @@ from autopar.planner.edit import check_edits, compare_figures
 from autopar.planner.objective import cost_terms
 from autopar.planner.padding import with_padding_of
 from autopar.planner.plan_context import PlanContext, fingerprint
+from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
 from autopar.planner.planner import analyse, choose_on_stored, choose_plan
 from autopar.planner.request import Layouts, Outputs, PlanRequest
 from autopar.planner.space import candidates
@@ -107,27 +108,33 @@ def build_runner(
     the planned graph names, and what runs the graph. Collective. Raises WorldError where the plan
     is for another number of ranks.
     """
-    program = context.program
-    assert program.plan is not None
-    mesh = program.plan.mesh
-    if ranks.running() != max(1, mesh.size):
+    device_mesh = open_groups(context, device_type)
+    world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
+    program = interleaved(context.program) if context.plan.interleaved else context.program
+    return device_mesh, runner(program, world, backend, overlap)
+
+
+def open_groups(context: PlanContext, device_type: str) -> DeviceMesh | None:
+    """Open the process groups that a planned graph names, and return the DeviceMesh of its mesh,
+    None for one rank. Collective. Raises WorldError where the plan is for another number of ranks.
+    """
+    plan = context.plan
+    if ranks.running() != plan.ranks:
         raise WorldError(
-            f"the plan is for {format_ranks(mesh.size)} (mesh {str(mesh) or 'of one rank'}), "
+            f"the plan is for {format_ranks(plan.ranks)} (mesh {str(plan.mesh) or 'of one rank'}"
+            f"{f', {plan.pipeline.ranks} times' if plan.cuts else ''}), "
             f"{ranks.running()} are running: plan for "
-            f"{ranks.running()}, or start {mesh.size} with torchrun and call "
+            f"{ranks.running()}, or start {plan.ranks} with torchrun and call "
             "torch.distributed.init_process_group"
         )
-    groups = groups_of(program.module)
-    device_mesh = None
-    if mesh.axes:
-        with undone_on_failure():
-            device_mesh = ranks.together(
-                "opening process groups", lambda: connect(mesh, device_type, groups)
-            )
-    world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
-    if program.plan.interleaved:
-        program = interleaved(program)
-    return device_mesh, runner(program, world, backend, overlap)
+    groups = groups_of(context.program.module)
+    if not plan.mesh.axes:
+        return None
+    with undone_on_failure():
+        return ranks.together(
+            "opening process groups",
+            lambda: connect(plan.mesh, device_type, groups, plan.pipeline.ranks),
+        )
 
 
 def agree_on_request(
@@ -157,7 +164,7 @@ def agree_on_request(
     budget = ranks.together("reading the limits", lambda: Budget.of(common_world, *limits))
     sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
     request = PlanRequest(layout, budget, sum_dtype, bool(overlap), outputs, replicated_parameters)
-    return common_world, request
+    return ranks.together("reading the layout", lambda: of_one_stage(common_world, request))
 
 
 def _named_or_running(world: World | int | Any | None) -> World:
@@ -188,6 +195,8 @@ def plan_on_rank_0(
     model's trace, where it was made already.
     """
     assert request.layout is not None
+    if like is None:
+        require_parts(request)
     layout, pipeline = request.layout, PassManager()
     count = request.microbatches
     source, parts = ranks.together(
@@ -215,9 +224,12 @@ def plan_on_rank_0(
     shared_plan = Plan.from_json(data)
     program = dataclasses.replace(with_padding_of(program, shared_plan), plan=shared_plan)
     without_budget = dataclasses.replace(request, budget=None)
-    return ranks.together(
-        "rewriting", lambda: finish_plan(pipeline, source, program, world, without_budget, parts)
-    )
+
+    def finish() -> Plan:
+        plan = finish_plan(pipeline, source, program, world, without_budget, parts)
+        return in_stages(plan, request, like)
+
+    return ranks.together("rewriting", finish)
 
 
 def _by_placeholder(plan: Plan, program: Program) -> Plan:
@@ -301,6 +313,7 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     edited = dataclasses.replace(edited, seconds=seconds, memory=None)
     program = dataclasses.replace(program, plan=edited)
     renewed = finish_plan(pipeline, source, program, plan.world, request, parts)
+    renewed = in_stages(renewed, request, plan)
     return compare_figures(plan, renewed)
 
 

@@ -30,12 +30,13 @@ from autopar.planner.request import (
     GridContext,
     GridEP,
     GridHSDP,
+    Stages,
 )
 from autopar.runtime.module import ParallelModule
 from autopar.runtime.training.deferred import Deferred
 from autopar.world import World, ranks
 
-_GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP, GridContext)
+_GRIDS = (Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP, GridContext, Stages)
 _LAYOUT_TEXT = f"a name ({', '.join(NAMES)}), a Grid…, or a dict from module pattern to these"
 _WRAPPERS = {
     "DistributedDataParallel": "module",
@@ -111,10 +112,13 @@ def _single_layout(value: Any) -> str:
     if isinstance(value, type) and value in _GRIDS:
         return f"it is a class: give it sizes, such as {value.__name__}(2, 2)"
     if isinstance(value, _GRIDS):
-        other = ("first", "panels", "sequence", "within", "attention")
+        other = ("first", "panels", "sequence", "within", "attention", "schedule")
         numbers = {n: v for n, v in vars(value).items() if n not in other}
         wrong = [n for n, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int)]
         fault = f"its {wrong[0]} is no whole number of ranks" if wrong else ""
+        if isinstance(value, Stages) and not fault:
+            inner = _layout(value.within)
+            return f"its within is no layout: {inner}" if inner else ""
         if isinstance(value, GridContext) and not fault:
             inner = _single_layout(value.within)
             return f"its within is no layout: {inner}" if inner else ""

@@ -162,6 +162,17 @@ class Scheduled:
             outputs[place] = Late.apply(self._asked, place, outputs[place], *ordered)
         return outputs
 
+    def prepare(self, values: Sequence[torch.Tensor]) -> None:
+        """Derive the graphs, and the forms of the backward that hold gradients, from values like
+        those of a step, on this rank alone: the stages of a pipeline have graphs of their own.
+        """
+        self._run = self.derived(self._as_derived(values))
+        if self._above:
+            warnings.warn(no_room(self._above), stacklevel=2)
+        forms = self._deferred
+        if forms is not None and not forms.has_variants and forms.ends:
+            forms.make(self._form, self.defers_scattered)
+
     def _as_derived(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values, the user's inputs in the memory order of the first step: an output may
         be a view of an input, and AOTAutograd makes it anew by that order.

@@ -12,6 +12,7 @@ verify.py and many tests call `run`; ops/comm.py finds the run in `comm.simulato
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,11 +30,18 @@ _RANKS_LIMIT = 64
 _run: _Run | None = None
 
 
-def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None = None) -> list[T]:
+def run(
+    mesh: Mesh,
+    rank_fn: Callable[[int], T],
+    groups: frozenset[str] | None = None,
+    copies: int = 1,
+) -> list[T]:
     """Call `rank_fn(rank)` for every rank of `mesh`, with collectives among them, and return the
     results by rank.
 
     Grad mode is the caller's. `groups`: the names of the process groups that are open; None: all.
+    `copies`: of the mesh, one after the other, as the stages of a pipeline have; collectives are
+    within one of them.
     The first error of a rank stops all ranks and is raised again with a note that says which rank
     it was. Raises RankError where ranks of a group call different collectives, for a group that is
     not open, where a rank ends while others wait for it, for meshes above 64 ranks, and inside
@@ -49,10 +57,11 @@ def run(mesh: Mesh, rank_fn: Callable[[int], T], groups: frozenset[str] | None =
         raise RankError(
             "a lockstep run inside another one: they share one wire, end the outer one first"
         )
-    if mesh.size > _RANKS_LIMIT:
-        raise RankError(f"mesh {mesh} has {mesh.size} ranks; lockstep runs at most {_RANKS_LIMIT}")
+    if mesh.size * copies > _RANKS_LIMIT:
+        size = mesh.size * copies
+        raise RankError(f"mesh {mesh} has {size} ranks; lockstep runs at most {_RANKS_LIMIT}")
     threads, simulator = torch.get_num_threads(), comm.simulator
-    _run = comm.simulator = current = _Run(mesh, groups)
+    _run = comm.simulator = current = _Run(mesh, groups, copies)
     torch.set_num_threads(1)  # every thread that calls torch would start a pool of its own
     try:
         return current.execute(rank_fn)
@@ -71,7 +80,7 @@ def meet_ranks(rank: int, value: Any, action: Callable[[list[Any]], T]) -> T:
         raise RankError(f"rank {rank} meets the others, but no lockstep run is on")
     return _run.rendezvous(
         rank,
-        tuple(range(_run.mesh.size)),
+        tuple(range(_run.size)),
         "meet",
         value,
         lambda values: [action(values)] * len(values),
@@ -96,21 +105,22 @@ class _Meeting:
 class _Run:
     """One run. Its state needs no lock: only the rank whose turn it is touches it."""
 
-    def __init__(self, mesh: Mesh, groups: frozenset[str] | None = None) -> None:
-        self.mesh, self.groups = mesh, groups
-        self.results: list[Any] = [None] * mesh.size
+    def __init__(self, mesh: Mesh, groups: frozenset[str] | None, copies: int) -> None:
+        self.mesh, self.groups, self.size = mesh, groups, mesh.size * copies
+        self.results: list[Any] = [None] * self.size
         self.error: tuple[int, BaseException] | None = None
-        self._turns = [threading.Semaphore(0) for _ in range(mesh.size)]
+        self._turns = [threading.Semaphore(0) for _ in range(self.size)]
         self._own = threading.local()
-        self._runnable = set(range(mesh.size))
+        self._runnable = set(range(self.size))
         self._waiting: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._results_to_take: dict[int, Any] = {}
         self._groups: dict[tuple[str, int], tuple[int, ...]] = {}
+        self._sent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)  # by (from, to)
 
     def execute(self, rank_fn: Callable[[int], T]) -> list[T]:
         grad = torch.is_grad_enabled()
-        ranks = range(self.mesh.size)
+        ranks = range(self.size)
         threads = [
             threading.Thread(target=self._rank, args=(rank, rank_fn, grad), daemon=True)
             for rank in ranks
@@ -139,6 +149,26 @@ class _Run:
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{kind} of {dtype}{tuple(x.shape)} over {group.removeprefix('autopar/')}"
         return self.rendezvous(rank, ranks, call, x.detach().contiguous(), _combine_function(kind))
+
+    def send(self, to: int, x: Tensor) -> None:
+        """Send a tensor to a rank: see `comm.Simulator`."""
+        rank = self._own.rank
+        self._sent[rank, to].append(x.detach().clone())
+        waits = self._waiting.get(to)
+        if waits is not None and waits[0] == _receives(len(self._sent[rank, to]) - 1, rank):
+            del self._waiting[to]
+            self._runnable.add(to)
+
+    def receive(self, number: int, source: int) -> Tensor:
+        """Return the tensor that a rank has sent to this one as number so many, from 0."""
+        rank, sent = self._own.rank, self._sent[source, self._own.rank]
+        if self.error is not None:
+            raise _Stopped
+        if len(sent) <= number:
+            self._runnable.discard(rank)
+            self._waiting[rank] = _receives(number, source), (source,)
+            self._hand_over(rank)
+        return sent[number]
 
     def rendezvous(
         self,
@@ -208,7 +238,7 @@ class _Run:
             raise _Stopped
 
     def _next(self, rank: int) -> int:
-        return min(self._runnable, key=lambda other: (other - rank) % self.mesh.size)
+        return min(self._runnable, key=lambda other: (other - rank) % self.size)
 
     def _wake_all(self) -> None:
         for turn in self._turns:
@@ -223,12 +253,19 @@ class _Run:
 
     def _ranks(self, group: str, rank: int) -> tuple[int, ...]:
         if (group, rank) not in self._groups:
-            self._groups[group, rank] = tuple(group_ranks(group, rank))
+            first = rank - rank % self.mesh.size  # of this copy of the mesh
+            own = group_ranks(group, rank - first)
+            self._groups[group, rank] = tuple(first + other for other in own)
         return self._groups[group, rank]
 
     def _add_note(self, rank: int, error: BaseException) -> BaseException:
-        error.add_note(f"on rank {rank} of mesh {self.mesh}: {self.mesh.coordinate(rank)}")
+        coordinate = self.mesh.coordinate(rank % self.mesh.size)
+        error.add_note(f"on rank {rank} of mesh {self.mesh}: {coordinate}")
         return error
+
+
+def _receives(number: int, source: int) -> str:
+    return f"the receive of tensor {number} from rank {source}"
 
 
 # Sums run in rank order, so that runs are bitwise reproducible. Every rank gets a tensor of its

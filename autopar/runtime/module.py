@@ -43,6 +43,7 @@ from autopar.runtime.training.module_tree import (
 )
 from autopar.runtime.training.no_sync import NoSync
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
+from autopar.runtime.training.runners import Runner
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.runtime.training.step_stats import StepClock
 from autopar.runtime.training.stored import StoredTensors, cut_state, own_tensors
@@ -478,32 +479,34 @@ class ParallelModule(Inspection, nn.Module):
 
 def parallel_module(
     model: nn.Module,
-    program: Program,
     graphs: Mapping[str, fx.GraphModule],
-    run: Callable[..., Any],
-    device_mesh: DeviceMesh | None,
+    runner: Runner,
     device: torch.device,
     tensors: Mapping[str, torch.Tensor],
     seed: int,
     number: int,
     options: tuple[Plan, Backend, Overlap],
 ) -> ParallelModule:
-    """Return the parallel module of a model. `program`: the planned one, which `run` runs.
+    """Return the parallel module of a model, whose planned graph `runner` runs.
     `tensors`: the model's, by the names of the program. `number`: tells modules apart. Raises
     PlanError where a tensor of the model has a name that a ParallelModule needs for itself.
     """
+    program, run, device_mesh = runner
     names = [entry.target for entry in program.signature.inputs if entry.target in tensors]
     refuse_shadowed_tensors(names, ParallelModule)
-    coordinate = options[0].mesh.coordinate(ranks.rank())
+    plan = options[0]
+    coordinate = plan.mesh.coordinate(ranks.rank() % max(1, plan.mesh.size))
     first = StepGraph(program, run, device_mesh, coordinate, device, Seed(seed, device), tensors)
-    module: Any = copied_tree(model, own_tensors(model, first, tensors))
+    elsewhere = parameters_elsewhere(plan, program)
+    own = own_tensors(model, first, tensors, elsewhere)
+    module: Any = copied_tree(model, own)
     shadowed = shadowed_names(module, ParallelModule)
     if shadowed and not ranks.rank():
         say_once(
             f"a parallel module has its own {', '.join(shadowed)}: what "
             f"{type(model).__name__} means by that is had from the original model"
         )
-    root = OriginalRoot(module, ParallelModule)
+    root = OriginalRoot(module, ParallelModule, elsewhere)
     empty = first.empty(tensors)
     state = ParallelState(module, root, first, graphs, str(number), options, empty)
     module.__dict__[STATE] = state
@@ -515,6 +518,18 @@ def parallel_module(
             "tensors, lists or dicts"
         )
     return cast(ParallelModule, module)
+
+
+def parameters_elsewhere(plan: Plan, program: Program) -> tuple[str, ...]:
+    """Return the names of the parameters that other stages of a pipeline hold, and not this rank's:
+    those of the planned program that this rank's has not.
+    """
+    if not plan.cuts:
+        return ()
+    assert plan.context is not None
+    own = {entry.node for entry in program.signature.inputs}
+    entries = (e for e in plan.context.program.signature.inputs if e.kind == "parameter")
+    return tuple(name for e in entries if e.node not in own for name in e.names or (e.target,))
 
 
 NUMBERS = itertools.count()  # numbers the modules of this process

@@ -76,6 +76,21 @@ def agree(what: str, value: str) -> None:
         )
 
 
+def agree_within(what: str, values: Mapping[int, str]) -> None:
+    """Raise a RankError on all ranks unless those that have a value of one number all have the same
+    one; `what` names it. Ranks of one stage of a pipeline have its number.
+    """
+    first: dict[int, tuple[int, str]] = {}
+    for number, own in enumerate(all_of(dict(values))):
+        for stage, value in own.items():
+            other, there = first.setdefault(stage, (number, value))
+            if there != value:
+                raise RankError(
+                    f"the ranks of stage {stage} hold different {what}s: rank {other} {there}, rank "
+                    f"{number} {value}; build the same model from the same configuration on all"
+                )
+
+
 def agree_on(asked: Mapping[str, str]) -> None:
     """Raise a RankError on all ranks unless every option has one value on all ranks that set it.
     The error lists each option that differs, its values, and the ranks that have them.

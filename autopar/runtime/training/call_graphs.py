@@ -39,12 +39,13 @@ from autopar.ir.program import Program
 from autopar.planner.plan_context import PlanContext
 from autopar.planner.request import PlanRequest
 from autopar.planner.tracing import Call
-from autopar.runtime.apply import build_runner, plan_on_rank_0
+from autopar.runtime.apply import plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.training.inputs_watch import InputsWatch
 from autopar.runtime.training.module_state import ModuleState
 from autopar.runtime.training.module_tree import OriginalRoot, as_written
 from autopar.runtime.training.numbers import Number, changed_numbers, traced_with_inputs
+from autopar.runtime.training.runners import rank_runner
 from autopar.runtime.training.step_graph import Bound, CallKind, Owner, StepGraph
 from autopar.world import ranks
 from autopar.world.world import say_once
@@ -132,12 +133,12 @@ class CallGraphs:
             numbers, traced = self._numbers(kind, args, kwargs)
             context = self._planned(kind, args, kwargs, traced)
         context = context.on_device(device)
-        device_mesh, run = build_runner(context, device.type, self._backend, self._overlap)
+        program, run, device_mesh = rank_runner(context, device, self._backend, self._overlap)
         if not ranks.rank():
             seconds = time.perf_counter() - started
             say_once(f"a call in {kind}: planned in {seconds:.1f} s on the same mesh")
         graph = StepGraph(
-            context.program, run, device_mesh, self.first.coordinate, device, self.first.seed,
+            program, run, device_mesh, self.first.coordinate, device, self.first.seed,
             context.program.tensors, kind.gradients, numbers_at(numbers),
         )  # fmt: skip
         self._states[graph], self._inputs_of[graph] = self._state_of(graph), numbers
@@ -191,7 +192,9 @@ class CallGraphs:
     def _planned(
         self, kind: CallKind, args: Any, kwargs: Any, traced: Program | None
     ) -> PlanContext:
-        budget = Budget(self._plan.device_limit, self._plan.optimizer, self._recompute(kind))
+        limit = self._plan.device_limit
+        limit = None if limit is None else limit * self._plan.pipeline.ranks  # of all stages
+        budget = Budget(limit, self._plan.optimizer, self._recompute(kind))
         request = PlanRequest.like(self._plan, "auto", budget)
         call = self._example_call(kind, args, kwargs)
         with self._as_written(kind) as model, _silent():
@@ -227,8 +230,10 @@ class CallGraphs:
 
     def _stored(self) -> Plan:
         """Return the training plan with the stored layouts by the names of parameters."""
-        layouts = self.first.program.layouts
-        parameters = (e for e in self.first.signature.inputs if e.kind == "parameter")
+        context = self._plan.context
+        assert context is not None
+        layouts = context.program.layouts  # of all parameters, those of other stages too
+        parameters = (e for e in context.program.signature.inputs if e.kind == "parameter")
         return dataclasses.replace(
             self._plan, stored={entry.target: layouts[entry.node] for entry in parameters}
         )

@@ -115,10 +115,12 @@ def refuse_shadowed_tensors(names: Sequence[str], face: Any) -> None:
 
 class OriginalRoot:
     """What the root of a parallel model was in the user's code: its class, the attributes whose
-    names a ParallelModule has for itself, and the hooks that are in its graph.
+    names a ParallelModule has for itself, and the hooks that are in its graph. `elsewhere`: the
+    names of parameters that ranks of other stages hold; the tree has None in their places.
     """
 
-    def __init__(self, tree: nn.Module, face: Any) -> None:
+    def __init__(self, tree: nn.Module, face: Any, elsewhere: Sequence[str] = ()) -> None:
+        self.elsewhere = {name: tree.get_parameter(name) for name in elsewhere}
         self.own_class, self._face = type(tree), face
         held = tree.__dict__
         self._attributes = {n: held[n] for n in names_of(face) & set(held)}
@@ -133,7 +135,14 @@ class OriginalRoot:
             del held[name]
         for kind in _TRACED_HOOKS:
             held[kind] = type(held[kind])()
+        for name in self.elsewhere:
+            self._put(tree, name, None)
         tree.__class__ = self.parallel_class
+
+    @staticmethod
+    def _put(tree: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        path, _, last = name.rpartition(".")
+        tree.get_submodule(path)._parameters[last] = parameter
 
     @contextmanager
     def restored(self, tree: nn.Module) -> Iterator[nn.Module]:
@@ -145,6 +154,8 @@ class OriginalRoot:
         hooks = {kind: held[kind] for kind in _TRACED_HOOKS}
         tree.__class__ = self.own_class
         held.update(self._attributes, **self._hooks)
+        for name, parameter in self.elsewhere.items():
+            self._put(tree, name, parameter)
         try:
             yield tree
         finally:
@@ -152,6 +163,8 @@ class OriginalRoot:
                 held.pop(name, None)
             held.update(later, **hooks)
             tree.__class__ = parallel
+            for name in self.elsewhere:
+                self._put(tree, name, None)
             if state is not None:
                 held[STATE] = state
 

@@ -225,7 +225,7 @@ class PartsRun:
         found: list[list[Any]] = []
         loss_place = -1
         scheduled = self.run if isinstance(self.run, Scheduled) else None
-        sums = _Sums()  # of this step alone: one that failed leaves nothing behind
+        sums = Sums()  # of this step alone: one that failed leaves nothing behind
         if scheduled is not None:
             scheduled.accumulator, scheduled.defers_scattered = sums, self._sums_once
         for number, values in enumerate(self._each(named, seeds), start=1):
@@ -233,7 +233,7 @@ class PartsRun:
             parts = self._apart(self.run(*values))
             loss_place = self._loss_place(parts[0]) if loss_place < 0 else loss_place
             losses = [results[loss_place] for results in parts]
-            _add(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
+            add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
             for results in parts:
                 found.append([x.detach() if isinstance(x, Tensor) else x for x in results])
         return self._combined(found), loss_place, gradients
@@ -246,7 +246,7 @@ class PartsRun:
         raise InputError("a step in micro-batches needs a loss: a scalar that carries a gradient")
 
 
-class _Sums:
+class Sums:
     """The Accumulator of a step in parts: it adds up what is held, until the last part."""
 
     def __init__(self) -> None:
@@ -305,7 +305,7 @@ class _Step(torch.autograd.Function):
         return None, None, None, None, *scaled
 
 
-def _add(sums: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
+def add_gradients(sums: list[Tensor | None], more: Sequence[Tensor | None]) -> None:
     """Add gradients to what there is of each."""
     pairs = [(a, b) for a, b in zip(sums, more, strict=True) if a is not None and b is not None]
     add_each([a for a, _ in pairs], [b for _, b in pairs])

@@ -10,7 +10,7 @@ ParallelModule; initialize.py, pretrained.py and load_state_dict write through i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -184,12 +184,20 @@ def cut_state(stored: StoredTensors, state: dict[str, Any], prefix: str) -> None
 
 
 def own_tensors(
-    model: nn.Module, graph: StepGraph, tensors: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    graph: StepGraph,
+    tensors: Mapping[str, torch.Tensor],
+    elsewhere: Sequence[str] = (),
 ) -> dict[int, torch.Tensor]:
     """Return the rank's part of each parameter and its copy of each buffer, by the id of the
-    original's. `tensors`: the model's, by the names of the graph.
+    original's. `tensors`: the model's, by the names of the graph. `elsewhere`: the names of
+    parameters of other stages, of which the rank has none: they are on the meta device.
     """
     own: dict[int, torch.Tensor] = {}
+    for name in elsewhere:
+        original = model.get_parameter(name)
+        empty = torch.empty_like(original, device="meta")
+        own.setdefault(id(original), nn.Parameter(empty, original.requires_grad))
     for entry in graph.signature.inputs:
         if entry.kind in ("parameter", "buffer"):
             own[id(tensors[entry.target])] = _own_tensor(entry, graph, tensors[entry.target])

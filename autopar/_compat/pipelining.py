@@ -1,0 +1,28 @@
+"""The private names of torch.distributed.pipelining that autopar touches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def pipeline_actions(
+    schedule: str, ranks: int, rounds: int, microbatches: int
+) -> list[list[tuple[str, int, int]]]:
+    """Return for every rank of a pipeline what it runs in torch's schedule of this name, in order:
+    ("F" or "B", stage, micro-batch); "I" and "W" are the parts of a backward that a schedule runs
+    apart. `rounds`: stages of a rank. Raises ValueError and AssertionError as torch does.
+    """
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # a second
+
+    stages = rounds if rounds > 1 else None
+    found: Any = get_schedule_ops(schedule, ranks, microbatches, num_stages_per_rank=stages)
+    return [[leaf for action in own if action for leaf in _leaves(action)] for own in found]
+
+
+def _leaves(action: Any) -> Iterator[tuple[str, int, int]]:
+    if action.sub_actions is not None:
+        for each in action.sub_actions:
+            yield from _leaves(each)
+    elif str(action.computation_type) in ("F", "B", "I", "W"):
+        yield str(action.computation_type), action.stage_index, action.microbatch_index

@@ -1,0 +1,118 @@
+"""Sends and receives between the stages of a pipeline.
+
+    links.send(1, x)                      # goes on at once
+    pending = links.receive(0, like)      # posted now, waited for where the tensor is needed
+    pending.wait()
+
+Between two ranks tensors arrive in the order in which they were sent: the receiver posts its
+receives in that order. What is sent stays alive until it has left. In a lockstep run the ranks are
+threads, and `comm.simulator` hands tensors over. runtime/training/stages_run.py sends and receives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.ir.mesh import Mesh
+from autopar.ops import comm, process_groups
+
+T = TypeVar("T")
+
+
+class Pending(Protocol):
+    """A tensor that is on its way."""
+
+    def wait(self) -> Tensor:
+        """Return it once it has come."""
+
+
+class Links:
+    """The links of a rank to the same place of the other copies of a mesh. `copy`: the rank's own;
+    copies are what tensors are sent to and come from.
+    """
+
+    def __init__(self, mesh: Mesh, copies: int, rank: int) -> None:
+        self.copy = rank // mesh.size
+        self._rank, self._size = rank, mesh.size
+        self._received: dict[int, int] = defaultdict(int)  # tensors from each copy so far
+        self._leaving: list[tuple[dist.Work, Tensor]] = []
+        self._groups: tuple[dist.ProcessGroup, ...] = ()
+        if comm.simulator is None:
+            self._groups = process_groups.connect_stages(mesh, copies)
+
+    def send(self, copy: int, x: Tensor) -> None:
+        """Send a tensor to a copy, without waiting."""
+        if comm.simulator is not None:
+            comm.simulator.send(self._rank + (copy - self.copy) * self._size, x)
+            return
+        self._leaving = [each for each in self._leaving if not each[0].is_completed()]
+        sent = _plain(x.detach().contiguous())
+        work = self._guarded(
+            lambda: dist.isend(sent, group=self._group(self.copy, copy), group_dst=copy),
+            f"a send to stage rank {copy}",
+        )
+        assert work is not None
+        self._leaving.append((work, sent))
+
+    def receive(self, copy: int, like: Tensor) -> Pending:
+        """Post the receive of the next tensor from a copy, with the shape, dtype and device of
+        `like`.
+        """
+        number = self._received[copy]
+        self._received[copy] += 1
+        if comm.simulator is not None:
+            return _Simulated(number, self._rank + (copy - self.copy) * self._size)
+        into = torch.empty_like(like, memory_format=torch.contiguous_format)
+        what = f"a receive from stage rank {copy}"
+        work = self._guarded(
+            lambda: dist.irecv(_plain(into), group=self._group(copy, self.copy), group_src=copy), what
+        )
+        assert work is not None
+        return _Posted(work, into, lambda: self._guarded(work.wait, what))
+
+    def finish(self) -> None:
+        """Wait until everything that was sent has left."""
+        for work, _ in self._leaving:
+            self._guarded(work.wait, "a send to another stage")
+        self._leaving.clear()
+
+    def _group(self, source: int, to: int) -> dist.ProcessGroup:
+        return self._groups[0 if source < to else 1]
+
+    @staticmethod
+    def _guarded(work: Callable[[], T], what: str) -> T:
+        try:
+            return work()
+        except RuntimeError as error:
+            process_groups.explain(error, what)
+
+
+class _Posted:
+    def __init__(self, work: dist.Work, into: Tensor, wait: Callable[[], object]) -> None:
+        self._work, self._into, self._wait = work, into, wait
+
+    def wait(self) -> Tensor:
+        self._wait()
+        return self._into
+
+
+class _Simulated:
+    def __init__(self, number: int, source: int) -> None:
+        self._number, self._source = number, source
+
+    def wait(self) -> Tensor:
+        assert comm.simulator is not None
+        return comm.simulator.receive(self._number, self._source)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return a contiguous tensor as numbers that every backend sends; it shares x's memory."""
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8)
+    return torch.view_as_real(x) if x.is_complex() else x

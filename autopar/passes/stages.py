@@ -1,0 +1,299 @@
+"""Cuts the graph of one rank into the stages of a pipeline.
+
+    embed, blocks.0, blocks.1 | blocks.2, blocks.3, norm, head      two stages, one border tensor
+
+Every stage has the same mesh, so what is cut is the graph that a rank of any stage would run, and a
+border tensor goes from a rank to the same place of the next stage's mesh, in its local layout. What
+follows from parameters and inputs together is computed in one stage; all else, such as masks,
+positions, and weights as they are gathered, is made again where it is used. A value that several
+later stages read passes through those between.
+
+The emitted program of one micro-batch enters `cut` with the seconds of its nodes; `Stage`s leave,
+each with a program of its own. planner/pipelines.py asks, and runtime/training/stages_run.py runs
+them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import fx
+
+from autopar.errors import PlanError
+from autopar.ir.graph import block_of, copied, where
+from autopar.ir.program import Input, Output, Program
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: its program, whose placeholders are the inputs of the whole that it reads and then
+    what it `receives` from the stage before, and which returns what it `sends` to the next one and
+    then its own `results`, the places of these among the results of the whole.
+    """
+
+    number: int
+    program: Program
+    receives: tuple[str, ...]
+    sends: tuple[str, ...]
+    results: tuple[int, ...]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The placeholders of the parameters that the stage reads."""
+        return tuple(e.node for e in self.program.signature.inputs if e.kind == "parameter")
+
+
+def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
+    """Return the stages of an emitted program. `firsts`: the block that each stage but the first
+    one begins with. Raises PlanError where a stage would have nothing to train, or where the model
+    changes a buffer.
+    """
+    home = _homes(program, firsts)
+    count = len(firsts) + 1
+    trains = any(e.trainable for e in program.signature.inputs if e.kind == "parameter")
+    graph = program.module.graph
+    (results,) = graph.output_node().args
+    assert isinstance(results, tuple | list)
+    for output, node in zip((o for o in program.signature.outputs if o.node), results, strict=True):
+        assert isinstance(node, fx.Node)
+        if output.kind == "mutation":
+            raise PlanError(
+                f"stages: {where(node)} writes a buffer ({output.target}), which stages do not do "
+                "for every micro-batch. Freeze it (eval() of that module), or plan without stages"
+            )
+    last_use: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        for user in node.users:
+            if node in home and user in home:
+                last_use[node] = max(last_use.get(node, 0), home[user])
+    borders = [
+        [n for n in home if home[n] < number <= last_use.get(n, 0)] for number in range(1, count)
+    ]
+    homes_of_results = [home.get(node, count - 1) for node in results if isinstance(node, fx.Node)]
+    stages = []
+    for number in range(count):
+        received = borders[number - 1] if number else []
+        sent = borders[number] if number + 1 < count else []
+        own = [n for n, stage in home.items() if stage == number]
+        places = tuple(i for i, stage in enumerate(homes_of_results) if stage == number)
+        stage = _stage(program, number, own, received, sent, places)
+        if trains and not any(e.trainable for e in stage.program.signature.inputs if e.kind == "parameter"):
+            begin = firsts[number - 1] if number else "the first block"
+            raise PlanError(
+                f"stages: stage {number} of {count}, from {begin} on, has no parameter that is "
+                "trained: use fewer stages"
+            )
+        stages.append(stage)
+    return tuple(stages)
+
+
+def check(program: Program, stages: Sequence[Stage]) -> None:
+    """The contract: a value of parameters and inputs is computed in one stage, what a stage
+    receives is what the one before sends, and every result is returned once.
+    """
+    flowing = {node.name for node in _flowing(program)}
+    computed = [
+        node.name
+        for stage in stages
+        for node in stage.program.module.graph.nodes
+        if node.op == "call_function" and node.name in flowing
+    ]
+    assert len(computed) == len(set(computed)), "a value is computed in two stages"
+    for before, after in zip(stages, stages[1:], strict=False):
+        assert before.sends == after.receives, f"stage {after.number} is sent something else"
+    assert not stages[0].receives and not stages[-1].sends, "a border outside"
+    returned = sorted(place for stage in stages for place in stage.results)
+    outputs = [o for o in program.signature.outputs if o.node is not None]
+    assert returned == list(range(len(outputs))), "a result is lost"
+    for stage in stages:
+        stage.program.module.graph.lint()
+
+
+def balanced(seconds: Mapping[str, float], count: int) -> tuple[str, ...]:
+    """Return the block that each stage but the first begins with, of so many stages of consecutive
+    blocks whose slowest one is as fast as can be. `seconds`: of each block, in their order.
+
+    >>> balanced({"a.0": 1.0, "a.1": 1.0, "a.2": 1.0, "a.3": 3.0}, 2)
+    ('a.3',)
+    """
+    names, times = list(seconds), list(seconds.values())
+    if count > len(names):
+        raise PlanError(
+            f"stages: {count} stages of a model with {len(names)} repeated blocks: a stage has at "
+            "least one. Use fewer stages"
+        )
+
+    @cache
+    def best(start: int, stages: int) -> tuple[float, float, tuple[int, ...]]:
+        """Return the slowest stage's seconds, the sum of their squares, which is least where stages
+        are alike, and where stages begin, of the blocks from `start` on.
+        """
+        if stages == 1:
+            last = math.fsum(times[start:])
+            return last, last**2, ()
+        found = []
+        for end in range(start + 1, len(times) - stages + 2):
+            own = math.fsum(times[start:end])
+            slowest, squares, begins = best(end, stages - 1)
+            found.append((max(own, slowest), own**2 + squares, (end, *begins)))
+        return min(found)
+
+    return tuple(names[place] for place in best(0, count)[2])
+
+
+def seconds_by_block(graph: fx.Graph, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each repeated block, in the order in which they run; what comes before
+    the first counts with it, and what comes after the last with that. `seconds`: of nodes.
+    """
+    found: dict[str, float] = {}
+    before = 0.0
+    for node in graph.nodes:
+        block, own = block_of(node), seconds.get(node.name, 0.0)
+        if block:
+            found[block] = found.get(block, 0.0) + own
+        elif found:
+            found[next(reversed(found))] += own
+        else:
+            before += own
+    if found:
+        found[next(iter(found))] += before
+    return found
+
+
+# -- where a node is computed ----------------------------------------------------------------------
+def _flowing(program: Program) -> list[fx.Node]:
+    """Return the nodes that follow from parameters and from what is new in every step, in order."""
+    kinds = {e.node: e.kind for e in program.signature.inputs}
+    trained, fresh = set[fx.Node](), set[fx.Node]()
+    for node in program.module.graph.nodes:
+        if node.op == "placeholder":
+            kind = kinds[node.name]
+            trained |= {node} if kind == "parameter" else set()
+            fresh |= {node} if kind in ("user", "seed") else set()
+        elif node.op != "output":
+            trained |= set() if trained.isdisjoint(node.all_input_nodes) else {node}
+            fresh |= set() if fresh.isdisjoint(node.all_input_nodes) else {node}
+    return [n for n in program.module.graph.nodes if n in trained and n in fresh]
+
+
+def _homes(program: Program, firsts: Sequence[str]) -> dict[fx.Node, int]:
+    """Return the stage of every node that flows. A block's nodes are in its stage, other ones where
+    the last of what they read is made; what reads nothing that flows, such as an embedding of
+    tokens, where it is read first.
+    """
+    stage_of = _stage_of_blocks(program, firsts)
+    flowing = _flowing(program)
+    home: dict[fx.Node, int] = {}
+    early = set[fx.Node]()
+    for node in flowing:
+        block = block_of(node)
+        reads = [n for n in node.all_input_nodes if n in home]
+        own = 0 if node.target is operator.getitem else stage_of.get(block, 0)
+        home[node] = max([own, *(home[n] for n in reads)])
+        if not block and early.issuperset(reads):
+            early.add(node)
+    for node in reversed(flowing):
+        users = [home[user] for user in node.users if user in home]
+        if node in early and users:
+            home[node] = min(users)
+    return home
+
+
+def _stage_of_blocks(program: Program, firsts: Sequence[str]) -> dict[str, int]:
+    order = list(dict.fromkeys(b for n in program.module.graph.nodes if (b := block_of(n))))
+    missing = [name for name in firsts if name not in order]
+    if missing:
+        raise PlanError(
+            f"stages: no block {missing[0]!r} to begin a stage with; the blocks are "
+            f"{', '.join(order[:4])} …"
+        )
+    found, number = {}, 0
+    for name in order:
+        number += name in firsts
+        found[name] = number
+    return found
+
+
+# -- the program of a stage ------------------------------------------------------------------------
+def _stage(
+    program: Program,
+    number: int,
+    own: Sequence[fx.Node],
+    received: Sequence[fx.Node],
+    sent: Sequence[fx.Node],
+    places: tuple[int, ...],
+) -> Stage:
+    source = program.module.graph
+    (results,) = source.output_node().args
+    assert isinstance(results, tuple | list)
+    returned = [n for i, n in enumerate(results) if i in places and isinstance(n, fx.Node)]
+    needed = _needed([*own, *returned], received)
+    graph = fx.Graph()
+    twins: dict[fx.Node, fx.Node] = {}
+    for node in source.nodes:
+        if node.op == "placeholder" and node in needed:
+            twins[node] = graph.node_copy(node)
+    for node in received:
+        twins[node] = graph.placeholder(node.name)
+        twins[node].meta = dict(node.meta)
+    for node in source.nodes:
+        if node in needed and node not in twins:
+            twins[node] = graph.node_copy(node, lambda n: twins[n])
+    graph.output(tuple(twins[node] for node in (*sent, *returned)))
+    graph.output_node().meta = dict(source.output_node().meta)
+    module = fx.GraphModule(program.module, graph)
+    stage_program = _program_of(program, module, received, sent, places)
+    names = [node.name for node in received], [node.name for node in sent]
+    return Stage(number, stage_program, tuple(names[0]), tuple(names[1]), places)
+
+
+def _needed(wanted: Sequence[fx.Node], received: Collection[fx.Node]) -> set[fx.Node]:
+    """Return these nodes and all that they are computed of, up to what is received."""
+    found, stack, border = set[fx.Node](), list(wanted), set(received)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in border:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _program_of(
+    program: Program,
+    module: fx.GraphModule,
+    received: Sequence[fx.Node],
+    sent: Sequence[fx.Node],
+    places: tuple[int, ...],
+) -> Program:
+    """Return the program with a stage's graph and the signature that goes with it."""
+    kept = {node.name for node in module.graph.find_nodes(op="placeholder")}
+    inputs = [e for e in program.signature.inputs if e.node in kept]
+    inputs += [
+        Input("user", node.name, "the stage before", trainable=carries(node)) for node in received
+    ]
+    outputs = [o for o in program.signature.outputs if o.node is not None]
+    borders = [Output("border", node.name) for node in sent]
+    signature = dataclasses.replace(
+        program.signature,
+        inputs=tuple(inputs),
+        outputs=(*borders, *(outputs[place] for place in places)),
+    )
+    layouts, dtypes = dict(program.layouts), dict(program.dtypes)
+    for node in (*received, *sent):
+        layouts.setdefault(node.name, node.meta["layout"])
+        dtypes.setdefault(node.name, node.meta["dtype"])
+    return dataclasses.replace(
+        program, module=module, signature=signature, layouts=layouts, dtypes=dtypes
+    )
+
+
+def carries(node: fx.Node) -> bool:
+    """Whether a border tensor has a gradient that goes back."""
+    dtype: torch.dtype = node.meta["dtype"]
+    return dtype.is_floating_point or dtype.is_complex

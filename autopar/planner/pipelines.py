@@ -1,0 +1,264 @@
+"""Plans with stages: a layout for the ranks of one stage, the cut, and the step of the pipeline.
+
+Example: for Stages(2, "fsdp") on 8 ranks the search plans "fsdp" on 4, the graph of these 4 is cut
+into two stages of consecutive blocks, and their seconds are put into the schedule.
+
+Every stage has the same mesh. `of_one_stage` gives the world and the request of one stage, which
+the funnel takes as any other; `in_stages` makes a plan with stages of what it finds. api.py and
+runtime/apply.py call both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from autopar.cost.memory import text_of
+from autopar.cost.peak import peak
+from autopar.cost.pipeline import PipelineStep, StageSeconds, simulated
+from autopar.cost.simulator import Timeline, timeline
+from autopar.cost.summary import compute_seconds_by_node
+from autopar.errors import LayoutError, PlanError
+from autopar.ir.graph import block_of
+from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, in_sequence, most_in_flight
+from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory, blocks_text
+from autopar.ir.program import Program
+from autopar.passes import stages as cutting
+from autopar.passes.stages import Stage
+from autopar.planner.request import PlanRequest, Stages
+from autopar.world import World
+
+
+def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest]:
+    """Return the world of one stage's ranks and the request for their layout, of those of all; both
+    as they are where no stages are asked for. Raises LayoutError where the stages are not for this
+    world, PlanError for a schedule that is none.
+    """
+    asked = request.layout
+    if not isinstance(asked, Stages):
+        return world, request
+    if asked.schedule not in SCHEDULES:
+        raise PlanError(
+            f"{asked}: unknown schedule {asked.schedule!r}; there are {', '.join(SCHEDULES)}. Zero "
+            "bubble schedules, whose backwards run in two parts, are not there yet"
+        )
+    if isinstance(asked.within, Stages):
+        raise LayoutError(f"{asked}: stages within stages: add their counts to one")
+    if asked.count < 2 or asked.rounds < 1:
+        raise LayoutError(f"{asked}: a pipeline has 2 or more ranks, and each 1 or more stages")
+    budget = request.budget
+    if budget is not None and budget.memory_bytes is not None:
+        budget = dataclasses.replace(budget, memory_bytes=budget.memory_bytes * asked.count)
+    inner = dataclasses.replace(request, layout=asked.within, budget=budget, stages=asked)
+    return _world_of_one(world, asked), inner
+
+
+def require_parts(request: PlanRequest) -> None:
+    """Raise PlanError where a step in stages has no micro-batches."""
+    if request.stages is not None and request.microbatches < 2:
+        raise PlanError(
+            f"{request.stages}: stages run micro-batches one after the other, and a step has "
+            f"{request.microbatches}: plan with microbatches={4 * request.stages.count}, or as many "
+            "as divide the batch; the more, the less the ranks wait"
+        )
+
+
+def _world_of_one(world: World, asked: Stages) -> World:
+    """Return the world of the first of so many equal parts of the ranks."""
+    if world.links:
+        raise LayoutError(f"{asked}: a pipeline on an irregular network: no equal parts are known")
+    left, levels = asked.count, list(world.levels)
+    for place in reversed(range(len(levels))):
+        shared = math.gcd(left, levels[place].ranks)
+        ranks = levels[place].ranks // shared
+        levels[place] = dataclasses.replace(levels[place], ranks=ranks)
+        left //= shared
+        if left > 1 and ranks > 1:
+            break
+    if left > 1:
+        sizes = " · ".join(str(level.ranks) for level in reversed(world.levels))
+        raise LayoutError(
+            f"{asked}: {asked.count} stages do not divide {world.ranks} ranks ({sizes}, outer "
+            "first) into equal parts: choose a divisor"
+        )
+    size = world.ranks // asked.count
+    measured = tuple(m for m in world.measured if m.reach <= size)
+    return dataclasses.replace(world, levels=tuple(levels), measured=measured)
+
+
+def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Plan:
+    """Return the plan of a step in stages, of one for the ranks of a stage; the plan itself where
+    none are asked for. `like`: a plan of the same model whose cuts are kept. Raises PlanError where
+    a stage does not fit the memory of a device.
+    """
+    if request.stages is None:
+        return plan
+    context, asked = plan.context, request.stages
+    assert context is not None
+    pipeline = Pipeline(asked.count, asked.rounds)
+    schedule = in_sequence(pipeline)
+    if plan.microbatches > 1:
+        schedule = actions(asked.schedule, pipeline, plan.microbatches)
+    cuts = like.cuts if like is not None else _cuts(plan, pipeline)
+    whole = dataclasses.replace(context.program, plan=dataclasses.replace(plan, interleaved=False))
+    stages = cutting.cut(whole, cuts)
+    cutting.check(whole, stages)
+    seconds = [_seconds(stage, plan) for stage in stages]
+    step = simulated(pipeline, schedule, seconds)
+    memory = [_memory_of_rank(stages, schedule, pipeline, rank, plan) for rank in range(asked.count)]
+    most = max(memory, key=lambda each: each.peak)
+    _require_room(memory, request)
+    planned = dataclasses.replace(
+        plan,
+        layout=str(dataclasses.replace(asked, within=plan.layout)) if like is None else like.layout,
+        cuts=cuts,
+        schedule=asked.schedule,
+        rounds=asked.rounds,
+        interleaved=False,
+        seconds=step.seconds,
+        overlapped=step.seconds if request.overlap else None,
+        bound=0.0,
+        memory=most,
+        peak_bytes=most.peak,
+        device_limit=None if plan.device_limit is None else plan.device_limit / asked.count,
+        smaller=None,
+        notes=(*plan.notes, *_notes(stages, seconds, memory, step, pipeline, schedule)),
+    )
+    program = dataclasses.replace(context.program, plan=planned)
+    return dataclasses.replace(
+        planned, context=dataclasses.replace(context, program=program)
+    )
+
+
+def _cuts(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
+    """Return where stages begin, so that the slowest computes for as short as can be."""
+    context = plan.context
+    assert context is not None
+    by_node = compute_seconds_by_node(context.program, plan.world)
+    by_block = cutting.seconds_by_block(context.source.module.graph, by_node)
+    return cutting.balanced(by_block, pipeline.stages)
+
+
+def _seconds(stage: Stage, plan: Plan) -> StageSeconds:
+    """Return the modelled seconds of one stage. Its last micro-batch also sums gradients and steps
+    the optimizer: what that takes longer comes at the end.
+    """
+    last = timeline(stage.program, plan.world)
+    one = last.before if last.before is not None else last
+    forward = _end_of_forward(one)
+    return StageSeconds(
+        forward,
+        one.run.seconds - forward,
+        max(0.0, last.run.seconds - one.run.seconds),
+        _send_seconds(stage, plan.world),
+    )
+
+
+def _end_of_forward(one: Timeline) -> float:
+    """Return when the last of the forward of a micro-batch has been computed."""
+    ends = [s.end for s in one.spans if s.phase == "forward" and s.track in ("compute", "waits")]
+    return max(ends, default=0.0)
+
+
+def _send_seconds(stage: Stage, world: World) -> float:
+    """Return the seconds that border tensors take to the next stage, over the outermost links."""
+    layouts, dtypes = stage.program.layouts, stage.program.dtypes
+    sent = sum(layouts[name].local_size * dtypes[name].itemsize for name in stage.sends)
+    *inner, outer = world.levels
+    members = math.prod(level.ranks for level in inner)  # that send at once over one uplink
+    share = outer.uplink(members) / members
+    return world.launch_s + outer.latency_s + sent / share if sent else 0.0
+
+
+def _memory_of_rank(
+    stages: Sequence[Stage],
+    schedule: Sequence[Sequence[Action]],
+    pipeline: Pipeline,
+    rank: int,
+    plan: Plan,
+) -> Memory:
+    """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
+    in flight keep for their backward, and the largest of what one of them needs besides.
+    """
+    found: Memory | None = None
+    for number in pipeline.stages_of(rank):
+        stage = stages[number]
+        one = peak(stage.program, plan.optimizer, plan.world)
+        flying = most_in_flight(tuple(schedule[rank]), number) - 1
+        more = flying * (one.activations + _border_bytes(stage))
+        one = dataclasses.replace(
+            one, activations=one.activations + more, peak=one.peak + more
+        )
+        found = one if found is None else _together(found, one)
+    assert found is not None
+    return found
+
+
+def _border_bytes(stage: Stage) -> float:
+    layouts, dtypes = stage.program.layouts, stage.program.dtypes
+    return float(sum(layouts[n].local_size * dtypes[n].itemsize for n in stage.receives))
+
+
+def _together(a: Memory, b: Memory) -> Memory:
+    """Return the memory of two stages of one rank: one of them computes at a moment."""
+    kept = {
+        name: getattr(a, name) + getattr(b, name)
+        for name in ("parameters", "gradients", "optimizer", "activations")
+    }
+    transient = max(a.transient, b.transient)
+    flight = max(a.in_flight, b.in_flight)
+    return Memory(
+        **kept, transient=transient, in_flight=flight, peak=sum(kept.values()) + transient + flight
+    )
+
+
+def _require_room(memory: Sequence[Memory], request: PlanRequest) -> None:
+    budget, asked = request.budget, request.stages
+    assert asked is not None
+    if budget is None or budget.memory_bytes is None:
+        return
+    limit = budget.memory_bytes / asked.count
+    rank, most = max(enumerate(memory), key=lambda pair: pair[1].peak)
+    if most.peak > limit:
+        raise PlanError(
+            f"no plan fits: rank {rank} of the pipeline needs {most}, and a device has "
+            f"{text_of(limit)}. Try recompute='full', more stages or devices, or smaller "
+            "micro-batches"
+        )
+
+
+def _notes(
+    stages: Sequence[Stage],
+    seconds: Sequence[StageSeconds],
+    memory: Sequence[Memory],
+    step: PipelineStep,
+    pipeline: Pipeline,
+    schedule: Sequence[Sequence[Action]],
+) -> tuple[str, ...]:
+    """Return what people want to know of the stages, one sentence each."""
+    lines = [
+        f"{len(stages)} stages, each on {_ranks_text(pipeline)}: of a step of "
+        f"{step.seconds * 1e3:.2f} ms, ranks wait {step.bubble:.0%} (the bubble)"
+    ]
+    for stage, own in zip(stages, seconds, strict=True):
+        rank = pipeline.rank_of(stage.number)
+        flying = most_in_flight(tuple(schedule[rank]), stage.number)
+        blocks = blocks_text(_blocks(stage.program))
+        lines.append(
+            f"stage {stage.number} ({blocks}): {own.forward * 1e3:.2f} ms forward, "
+            f"{own.backward * 1e3:.2f} ms backward a micro-batch, {flying} in flight; its rank "
+            f"holds {text_of(memory[rank].peak)}"
+        )
+    lines.append("no gap is proven for the stages: the layout within them is the search's")
+    return tuple(lines)
+
+
+def _ranks_text(pipeline: Pipeline) -> str:
+    return f"1 of {pipeline.ranks} equal parts of the ranks"
+
+
+def _blocks(program: Program) -> tuple[str, ...]:
+    calls = program.module.graph.nodes
+    return tuple(dict.fromkeys(b for n in calls if n.op != "placeholder" and (b := block_of(n))))

@@ -1,0 +1,81 @@
+"""What runs a planned graph on a rank: the graph itself, a step in micro-batches, or the stages of a
+pipeline that the rank has.
+
+A plan's context enters `rank_runner` on all ranks together, a `Runner` leaves. api.py and
+call_graphs.py make StepGraphs of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.ir.pipeline_schedule import actions, in_sequence
+from autopar.ir.program import Program
+from autopar.ops.links import Links
+from autopar.passes.microbatches import whole_batch
+from autopar.passes.stages import cut
+from autopar.planner.plan_context import PlanContext
+from autopar.runtime.apply import build_runner, open_groups
+from autopar.runtime.backends import Backend, Overlap, runner
+from autopar.runtime.training.parts_run import PartsRun, batch_program
+from autopar.runtime.training.stages_run import StagesRun, own_program
+from autopar.world import ranks
+
+
+class Runner(NamedTuple):
+    """What runs a graph, its program with the inputs and outputs of a whole step on this rank, and
+    the DeviceMesh of its mesh (None for one rank).
+    """
+
+    program: Program
+    run: Callable[..., Any]
+    device_mesh: DeviceMesh | None
+
+
+def rank_runner(
+    context: PlanContext, device: torch.device, backend: Backend, overlap: Overlap
+) -> Runner:
+    """Return what runs a plan's graph on this rank. Collective. Raises as `build_runner` does."""
+    program = dataclasses.replace(context.program, plan=context.plan)
+    if context.plan.cuts:
+        return _stages_runner(context, program, device, backend, overlap)
+    device_mesh, run = build_runner(context, device.type, backend, overlap)
+    if context.parts is None:
+        return Runner(program, run, device_mesh)
+    parts_run = PartsRun(run, program, context.parts, device_mesh)
+    return Runner(batch_program(program, context.parts), parts_run, device_mesh)
+
+
+def _stages_runner(
+    context: PlanContext,
+    program: Program,
+    device: torch.device,
+    backend: Backend,
+    overlap: Overlap,
+) -> Runner:
+    """Return what runs the stages of this rank. A call of another kind than the planned step runs
+    as one micro-batch, which goes through the stages from the first to the last.
+    """
+    plan = context.plan
+    pipeline, parts = plan.pipeline, context.parts or whole_batch(program)
+    device_mesh = open_groups(context, device.type)
+    links = ranks.together(
+        "opening process groups", partial(Links, plan.mesh, pipeline.ranks, ranks.rank())
+    )
+    world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
+    stages = cut(program, plan.cuts)
+    own = [stages[number] for number in pipeline.stages_of(links.copy)]
+    runs = {stage.number: runner(stage.program, world, backend, overlap) for stage in own}
+    if parts.count > 1:
+        schedule = actions(plan.schedule, pipeline, parts.count)
+    else:
+        schedule = in_sequence(pipeline)
+    own_part = own_program(program, own)
+    run = StagesRun(own_part, parts, device_mesh, stages, runs, schedule, pipeline, links, device)
+    return Runner(batch_program(own_part, parts), run, device_mesh)

@@ -1,0 +1,410 @@
+"""Runs a step on the stages of a pipeline: every rank runs its part of a schedule.
+
+    rank of stage 0: F0 F1 B0 F2 …    sends what F0 returned to the rank of stage 1
+    rank of stage 1: F0 B0 F1 …       sends the gradient of what it received back
+
+A rank holds the parameters of its own stages alone. What comes before and after the schedule is
+that of any step in micro-batches (parts_run.py): the rows of each part, the totals over the batch,
+gradients that are handed out by `loss.backward()`. At the end of a step the gradients of parameters
+that two stages hold, such as tied embeddings, are summed over these, and every rank gets the loss.
+Results with rows stay on the ranks that compute them; the others return None in their place.
+
+passes/stages.py cuts the graph, ir/pipeline_schedule.py orders the actions. api.py puts a StagesRun
+in the place of what runs a graph.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar._compat import add_each
+from autopar.ir.pipeline_schedule import Action, Pipeline
+from autopar.ir.program import Program
+from autopar.ops.links import Links, Pending
+from autopar.passes.microbatches import Parts
+from autopar.passes.stages import Stage, carries
+from autopar.runtime.backends import Scheduled
+from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients, apart
+from autopar.world import ranks
+
+Run = Callable[..., Any]
+_Key = tuple[Action, str]  # the action that makes a tensor for another stage, and its name
+
+
+def own_program(program: Program, stages: Sequence[Stage]) -> Program:
+    """Return the program of a step with the inputs of a rank that has these stages: every input but
+    the parameters of other stages.
+    """
+    own = {name for stage in stages for name in stage.parameters}
+    inputs = tuple(e for e in program.signature.inputs if e.kind != "parameter" or e.node in own)
+    signature = dataclasses.replace(program.signature, inputs=inputs)
+    return dataclasses.replace(program, signature=signature)
+
+
+class StagesRun(PartsRun):
+    """Runs the stages of one rank. `program`: of one part, with all inputs of the rank
+    (`own_program`). `runs`: what runs each of its stages, by number. `schedule`: the actions of
+    every rank of the pipeline.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        parts: Parts,
+        device_mesh: DeviceMesh | None,
+        stages: Sequence[Stage],
+        runs: Mapping[int, Run],
+        schedule: Sequence[Sequence[Action]],
+        pipeline: Pipeline,
+        links: Links,
+        device: torch.device,
+    ) -> None:
+        first = next(iter(runs.values()))
+        super().__init__(first, program, parts, device_mesh)
+        self.stages, self.runs, self.pipeline, self.links = stages, runs, pipeline, links
+        self._own_actions = schedule[links.copy]
+        self._home = {place: s.number for s in stages for place in s.results}
+        self._holders = _holders(stages)
+        self._borders = {
+            number: [_example(stages[number], name, device) for name in stages[number].receives]
+            for number in range(len(stages))
+        }
+        self._device, self._prepared = device, False
+        self._order_of_sends = {
+            rank: [key for action in own for key in self._sends_of(action)]
+            for rank, own in enumerate(schedule)
+        }
+        # what every rank gets; a call of another kind than the planned step hands out all it has
+        states = enumerate(self._results())
+        self._everywhere = [i for i, (_, s) in states if s != "rows" or parts.count == 1]
+        self._shapes = _shapes_of_results(program, device)
+
+    # -- a step ------------------------------------------------------------------------------------
+    def __call__(self, *values: Any) -> Any:
+        if torch.is_grad_enabled():
+            return super().__call__(*values)
+        own, seeds = values[: len(self._own)], values[len(self._own) :]
+        with torch.no_grad():
+            return self._shared(self._forwards(own, seeds))
+
+    def _forwards(self, own: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
+        """Return the results of a step without a backward."""
+        step = _Step(self, list(self._each(own, seeds)), {})
+        for action in self._own_actions:
+            if action.kind == "F":
+                step.forward(action)
+        step.finish()
+        return self._combined(step.results)
+
+    def step(
+        self, places: Sequence[int], own: Sequence[Any], seeds: Sequence[Any]
+    ) -> tuple[list[Any], int, list[Tensor | None]]:
+        """Return the results of a step, which of them is the loss, and its gradient for the values
+        at `places`, summed across ranks.
+        """
+        leaves = {i: own[i].detach().requires_grad_() for i in places}
+        named = [leaves.get(i, x) for i, x in enumerate(own)]
+        parts = list(self._each(named, seeds))
+        self._prepare(parts[0])
+        trained = {e.node: leaves[i] for i, e in enumerate(self._own) if i in leaves}
+        step = _Step(self, parts, trained)
+        for action in self._own_actions:
+            step.forward(action) if action.kind == "F" else step.backward(action)
+        step.finish()
+        self._sum_over_stages(step.gradients, trained)
+        gradients = [step.gradients.get(self._own[i].node) for i in places]
+        results = self._shared(self._combined(step.results))
+        return results, self.loss_place, gradients
+
+    @property
+    def loss_place(self) -> int:
+        """The place of the loss among the results: the first scalar that is a sum over parts."""
+        return next(
+            i
+            for i, (output, state) in enumerate(self._results())
+            if state == "sum" and not self._layouts[output.node].shape
+        )
+
+    def _combined(self, found: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the results that this rank has of the step, None for those of others."""
+        own = {i for i, stage in self._home.items() if self.pipeline.rank_of(stage) == self.links.copy}
+        filled = [[part[i] if i in own else _MISSING for i in range(len(part))] for part in found]
+        results = super()._combined(filled)
+        return [x if i in own else None for i, x in enumerate(results)]
+
+    def _joined(self, node: str, found: Sequence[Tensor]) -> Any:
+        return None if found[0] is _MISSING else super()._joined(node, found)
+
+    def _shared(self, results: list[Any]) -> list[Any]:
+        """Return the results with those on every rank that every rank gets."""
+        me = self.links.copy
+        for place in self._everywhere:
+            home = self.pipeline.rank_of(self._home[place])
+            if home == me:
+                for copy in range(self.pipeline.ranks):
+                    if copy != me:
+                        self.links.send(copy, results[place])
+            else:
+                results[place] = self.links.receive(home, self._shapes[place]).wait()
+        self.links.finish()
+        return results
+
+    def _sum_over_stages(
+        self, gradients: dict[str, Tensor], trained: Mapping[str, Tensor]
+    ) -> None:
+        """Sum the gradients of parameters that several ranks hold: the first one adds them up in
+        the order of the ranks, and hands out the sum.
+        """
+        me = self.links.copy
+        for name, stages in self._holders.items():
+            holders = sorted({self.pipeline.rank_of(stage) for stage in stages})
+            if len(holders) == 1 or me not in holders or name not in trained:
+                continue
+            first, *others = holders
+            own = gradients.get(name)
+            own = torch.zeros_like(trained[name]) if own is None else own
+            if me != first:
+                self.links.send(first, own)
+                gradients[name] = self.links.receive(first, own).wait()
+                continue
+            total = own.clone()
+            for other in others:
+                add_each([total], [self.links.receive(other, own).wait()])
+            for other in others:
+                self.links.send(other, total)
+            gradients[name] = total
+
+    # -- what runs ---------------------------------------------------------------------------------
+    def _prepare(self, values: Sequence[Any]) -> None:
+        """Derive the graphs of all stages before the first step. Collective: within the schedule
+        the ranks are at other places at one moment.
+        """
+        if self._prepared:
+            return
+        named = {e.node: x for e, x in zip(self._entries, values, strict=True)}
+
+        def derive() -> None:
+            for number, run in self.runs.items():
+                if isinstance(run, Scheduled):
+                    run.prepare(self.arguments(number, named, self._received_examples(number)))
+
+        ranks.together("deriving the backward", derive)
+        orders = {n: run.order() for n, run in self.runs.items() if isinstance(run, Scheduled)}
+        ranks.agree_within("collective order", orders)
+        self._prepared = True
+
+    def _received_examples(self, number: int) -> dict[str, Tensor]:
+        names = self.stages[number].receives
+        return {
+            name: torch.zeros_like(x).requires_grad_(x.requires_grad)
+            for name, x in zip(names, self._borders[number], strict=True)
+        }
+
+    def arguments(
+        self, number: int, named: Mapping[str, Any], received: Mapping[str, Tensor]
+    ) -> list[Any]:
+        """Return the values of a stage's placeholders."""
+        entries = self.stages[number].program.signature.inputs
+        return [received[e.node] if e.node in received else named[e.node] for e in entries]
+
+    # -- tensors between stages --------------------------------------------------------------------
+    def border_of(self, key: _Key) -> Tensor:
+        """Return an example, without memory, of a tensor between stages."""
+        action, name = key
+        stage = action.stage + 1 if action.kind == "F" else action.stage
+        return self._borders[stage][self.stages[stage].receives.index(name)]
+
+    def _sends_of(self, action: Action) -> list[_Key]:
+        """Return what an action sends to another rank, in order."""
+        after = action.after(self.pipeline.stages)
+        if after is None or self.pipeline.rank_of(after.stage) == self.pipeline.rank_of(action.stage):
+            return []
+        return [(action, name) for name in self.made_by(action)]
+
+    def made_by(self, action: Action) -> list[str]:
+        """Return the names of the tensors that an action makes for another stage: what its stage
+        sends, or in the backward the gradients of what it received.
+        """
+        if action.kind == "F":
+            return list(self.stages[action.stage].sends)
+        examples = zip(
+            self.stages[action.stage].receives, self._borders[action.stage], strict=True
+        )
+        return [name for name, x in examples if x.requires_grad]
+
+    def sends_between(self, source: int) -> list[_Key]:
+        """Return what a rank sends to this one in a step, in its order."""
+        stages = self.pipeline.stages
+        found = []
+        for key in self._order_of_sends[source]:
+            after = key[0].after(stages)
+            assert after is not None
+            if self.pipeline.rank_of(after.stage) == self.links.copy:
+                found.append(key)
+        return found
+
+
+_MISSING = torch.zeros(())  # stands for a result that another rank has
+
+
+class _Step:
+    """One step on one rank: what its actions have made so far."""
+
+    def __init__(
+        self, owner: StagesRun, parts: Sequence[Sequence[Any]], trained: Mapping[str, Tensor]
+    ) -> None:
+        self._owner = owner
+        self._named = [
+            {e.node: x for e, x in zip(owner._entries, values, strict=True)} for values in parts
+        ]
+        self._trained = trained
+        self.gradients: dict[str, Tensor] = {}
+        self.results: list[list[Any]] = [[None] * len(owner._shapes) for _ in parts]
+        self._loss = owner.loss_place
+        self._at: dict[_Key, Tensor] = {}  # tensors between stages of this rank
+        self._posted: dict[_Key, Pending] = {}
+        self._awaited = {
+            copy: owner.sends_between(copy)
+            for copy in range(owner.pipeline.ranks)
+            if copy != owner.links.copy
+        }
+        if not trained:  # no backward follows, so no gradients are sent
+            self._awaited = {
+                copy: [key for key in keys if key[0].kind == "F"]
+                for copy, keys in self._awaited.items()
+            }
+        # of the actions whose backward is to come: what was received, and what has a gradient
+        self._held: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+        self._left: dict[int, int] = defaultdict(lambda: len(parts))  # backwards of a stage
+        self._sums = {number: Sums() for number in owner.runs}
+        for number, run in owner.runs.items():
+            if isinstance(run, Scheduled):
+                run.accumulator = self._sums[number]
+                run.defers_scattered = owner._sums_once
+
+    def forward(self, action: Action) -> None:
+        owner, stage = self._owner, self._owner.stages[action.stage]
+        received = self._received(action, stage.receives)
+        for name, x in received.items():
+            example = owner.border_of((Action("F", action.stage - 1, action.part), name))
+            received[name] = x.requires_grad_(example.requires_grad and bool(self._trained))
+        values = owner.arguments(action.stage, self._named[action.part], received)
+        with torch.set_grad_enabled(bool(self._trained)):
+            outputs = list(owner.runs[action.stage](*values))
+        sent = dict(zip(stage.sends, outputs, strict=False))
+        self._hand_over(action, sent)
+        own = dict(zip(stage.results, outputs[len(sent) :], strict=True))
+        for place, x in own.items():
+            self.results[action.part][place] = x.detach() if isinstance(x, Tensor) else x
+        if self._trained:
+            rooted = {name: x for name, x in sent.items() if x.requires_grad}
+            if self._loss in own:
+                rooted[""] = own[self._loss]
+            self._held[action.stage, action.part] = received, rooted
+
+    def backward(self, action: Action) -> None:
+        owner, stage = self._owner, self._owner.stages[action.stage]
+        received, rooted = self._held.pop((action.stage, action.part))
+        incoming = self._received(action, [name for name in stage.sends if name in rooted])
+        self._left[action.stage] -= 1
+        self._sums[action.stage].closes = not self._left[action.stage]
+        borders = {name: x for name, x in received.items() if x.requires_grad}
+        leaves = {name: self._trained[name] for name in stage.parameters if name in self._trained}
+        starts = [incoming[name] if name else None for name in rooted]
+        found = torch.autograd.grad(
+            list(rooted.values()), [*borders.values(), *leaves.values()], starts, allow_unused=True
+        )
+        back = {
+            name: torch.zeros_like(x) if gradient is None else gradient
+            for (name, x), gradient in zip(borders.items(), found, strict=False)
+        }
+        self._hand_over(action, back)
+        self._add(leaves, found[len(borders) :])
+
+    def finish(self) -> None:
+        """Wait until everything has left, and see that nothing is left over."""
+        self._owner.links.finish()
+        assert not any(self._awaited.values()) and not self._posted, "a tensor was not received"
+
+    def _add(self, leaves: Mapping[str, Tensor], found: Sequence[Tensor | None]) -> None:
+        names = [name for name, x in zip(leaves, found, strict=True) if x is not None]
+        new = [x for x in found if x is not None]
+        sums: list[Tensor | None] = [self.gradients.get(name) for name in names]
+        add_gradients(sums, new)
+        self.gradients.update({n: x for n, x in zip(names, sums, strict=True) if x is not None})
+
+    # -- tensors between stages --------------------------------------------------------------------
+    def _hand_over(self, action: Action, made: Mapping[str, Tensor]) -> None:
+        """Hand what an action made to the stage that needs it."""
+        owner = self._owner
+        after = action.after(owner.pipeline.stages)
+        if after is None:
+            return
+        copy = owner.pipeline.rank_of(after.stage)
+        for name in owner.made_by(action):
+            if copy == owner.links.copy:
+                self._at[action, name] = made[name].detach()
+            else:
+                owner.links.send(copy, made[name])
+
+    def _received(self, action: Action, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return what an action needs of another stage's."""
+        owner = self._owner
+        before = action.before(owner.pipeline.stages)
+        if before is None:
+            return {}
+        copy = owner.pipeline.rank_of(before.stage)
+        if copy == owner.links.copy:
+            return {name: self._at.pop((before, name)) for name in names}
+        made = owner.made_by(before)
+        self._post(copy, [(before, name) for name in made])
+        found = {name: self._posted.pop((before, name)).wait() for name in made}
+        return {name: found[name] for name in names}
+
+    def _post(self, copy: int, keys: Sequence[_Key]) -> None:
+        """Post receives up to these, and those that are to come next, in the sender's order."""
+        missing = {key for key in keys if key not in self._posted}
+        awaited = self._awaited[copy]
+        while missing:
+            key = awaited.pop(0)
+            self._posted[key] = self._owner.links.receive(copy, self._owner.border_of(key))
+            missing.discard(key)
+
+
+def _holders(stages: Sequence[Stage]) -> dict[str, list[int]]:
+    """Return the stages that read each parameter, of those that several read."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for stage in stages:
+        for name in stage.parameters:
+            found[name].append(stage.number)
+    return {name: numbers for name, numbers in found.items() if len(numbers) > 1}
+
+
+def _example(stage: Stage, name: str, device: torch.device) -> Tensor:
+    """Return a tensor of the shape of what a stage receives, one element in memory."""
+    node = next(n for n in stage.program.module.graph.nodes if n.name == name)
+    layout, dtype = stage.program.layouts[name], stage.program.dtypes[name]
+    element = torch.zeros((), dtype=dtype, device=device)
+    return element.expand(layout.local_shape).requires_grad_(carries(node))
+
+
+def _shapes_of_results(program: Program, device: torch.device) -> list[Tensor]:
+    """Return examples of the graph's results, one element of each in memory."""
+    found = []
+    nodes = program.module.graph.output_node().all_input_nodes
+    by_name = {node.name: node for node in nodes}
+    for output in program.signature.outputs:
+        if output.node is None:
+            continue
+        meta = by_name[output.node].meta
+        dtype = meta["dtype"] if "dtype" in meta else meta["val"].dtype
+        shape = program.layouts[output.node].local_shape
+        found.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+    return found
