@@ -29,7 +29,7 @@ from autopar.planner.padding import with_padding_of
 from autopar.planner.parts_search import in_fastest_parts
 from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
 from autopar.planner.planner import analyse, choose_plan
-from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest
+from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest, Stages
 from autopar.planner.solve import search_meshes
 from autopar.planner.tracing import Inputs, call_arguments, trace_model, trace_step
 from autopar.runtime import agreement
@@ -46,6 +46,7 @@ from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS, ParallelModule, parallel_module
 from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
+from autopar.runtime.stages_check import compare_stages
 from autopar.runtime.training.deferred import Deferred
 from autopar.runtime.training.runners import rank_runner
 from autopar.runtime.verify import Check, compare
@@ -354,6 +355,12 @@ def verify(
         "verify", model=model, layout_or_plan=layout, tolerance=tolerance, progress=progress,
         outputs=outputs, microbatches=microbatches,
     )  # fmt: skip
+    if isinstance(layout, Stages):
+        layout = plan(
+            model, world, inputs, layout, recompute=recompute, smaller=False, outputs=outputs,
+            microbatches=microbatches,
+        )  # fmt: skip
+        world = None
     machines = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = PassManager(progress)
     count = layout.microbatches if isinstance(layout, Plan) else microbatches
@@ -385,6 +392,16 @@ def verify(
         part = source if drawn else on_one  # what ranks run is compared, where it drops nothing
         leaves = compare_parts(draws(whole), part, parts, call, tolerance)
     result = compare(on_ranks, on_one, leaves, tolerance)
+    if isinstance(layout, Plan) and layout.cuts:
+        pipeline.progress("compare stages")
+        errors = compare_stages(on_ranks, on_one, parts, call, tolerance)
+        result = dataclasses.replace(
+            result,
+            loss_error=max(result.loss_error, errors.loss),
+            grad_error=max(result.grad_error, errors.gradient),
+            step_error=max(result.step_error, errors.step),
+            ranks=layout.ranks,
+        )
     pipeline.progress("compare with the model")
     compare_original(model, whole, call, count * flops)
     return result

@@ -24,5 +24,5 @@ def _leaves(action: Any) -> Iterator[tuple[str, int, int]]:
     if action.sub_actions is not None:
         for each in action.sub_actions:
             yield from _leaves(each)
-    elif str(action.computation_type) in ("F", "B", "I", "W"):
-        yield str(action.computation_type), action.stage_index, action.microbatch_index
+    elif action.computation_type.value in ("F", "B", "I", "W"):
+        yield action.computation_type.value, action.stage_index, action.microbatch_index

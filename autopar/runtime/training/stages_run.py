@@ -16,7 +16,7 @@ in the place of what runs a graph.
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,7 +76,8 @@ class StagesRun(PartsRun):
             number: [_example(stages[number], name, device) for name in stages[number].receives]
             for number in range(len(stages))
         }
-        self._device, self._prepared = device, False
+        self.backwards: Counter[tuple[int, int]] = Counter()  # that ran, by stage and part
+        self._prepared = False
         self._order_of_sends = {
             rank: [key for action in own for key in self._sends_of(action)]
             for rank, own in enumerate(schedule)
@@ -312,6 +313,7 @@ class _Step:
     def backward(self, action: Action) -> None:
         owner, stage = self._owner, self._owner.stages[action.stage]
         received, rooted = self._held.pop((action.stage, action.part))
+        owner.backwards[action.stage, action.part] += 1
         incoming = self._received(action, [name for name in stage.sends if name in rooted])
         self._left[action.stage] -= 1
         self._sums[action.stage].closes = not self._left[action.stage]
