@@ -27,6 +27,7 @@ from autopar.planner.request import (
     GridContext,
     GridEP,
     GridHSDP,
+    Stages,
     Layouts,
     Microbatches,
 )
@@ -182,6 +183,7 @@ GRIDS = {
     "hsdp": GridHSDP,
     "ep": GridEP,
     "cp": GridContext,
+    "pp": Stages,
 }
 _UNIT_BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 _UNIT_BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -249,7 +251,7 @@ def read_layout(text: str) -> Layouts:
             key = names[position] if position < len(names) else value
         if key not in names or key in values:
             raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage_text(names)}")
-        is_name = key in ("first", "within", "attention")
+        is_name = key in ("first", "within", "attention", "schedule")
         values[key] = value if is_name else _read_size(text, part, value)
     missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
     if missing:

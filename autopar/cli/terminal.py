@@ -215,7 +215,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "interleaved": plan.interleaved,
         "groups": list(plan.groups),
         "mesh": plan.mesh.sizes,
-        "ranks": plan.mesh.size,
+        "ranks": plan.ranks,
         "rows": [dataclasses.asdict(row) for row in plan.rows],
         "unsplit": list(plan.unsplit),
         "smaller": plan.smaller,

@@ -56,7 +56,7 @@ def throughput(plan: Plan, inputs: Any, seconds: float | None = None) -> Through
     count, unit = batch
     device = plan.world.device
     ideal_seconds = plan.microbatches * _ideal_seconds(plan.context.source, device)
-    ideal_seconds /= plan.world.ranks
+    ideal_seconds /= plan.ranks
     return Throughput(
         count / step, unit, ideal_seconds / step, _off(device) if seconds is None else None
     )

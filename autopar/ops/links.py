@@ -76,6 +76,11 @@ class Links:
         assert work is not None
         return _Posted(work, into, lambda: self._guarded(work.wait, what))
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the ranks at this rank's place in every copy, by their copies."""
+        return self._groups[0]
+
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
         for work, _ in self._leaving:

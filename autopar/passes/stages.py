@@ -184,25 +184,33 @@ def _flowing(program: Program) -> list[fx.Node]:
 
 def _homes(program: Program, firsts: Sequence[str]) -> dict[fx.Node, int]:
     """Return the stage of every node that flows. A block's nodes are in its stage, other ones where
-    the last of what they read is made; what reads nothing that flows, such as an embedding of
-    tokens, where it is read first.
+    the last of what they read is made, or where they are read first if less is sent then: an
+    embedding of tokens that a later stage reads is computed there.
     """
     stage_of = _stage_of_blocks(program, firsts)
     flowing = _flowing(program)
     home: dict[fx.Node, int] = {}
-    early = set[fx.Node]()
     for node in flowing:
         block = block_of(node)
         reads = [n for n in node.all_input_nodes if n in home]
         own = 0 if node.target is operator.getitem else stage_of.get(block, 0)
         home[node] = max([own, *(home[n] for n in reads)])
-        if not block and early.issuperset(reads):
-            early.add(node)
     for node in reversed(flowing):
         users = [home[user] for user in node.users if user in home]
-        if node in early and users:
-            home[node] = min(users)
+        if users and not block_of(node) and min(users) > home[node]:
+            later, sent = min(users), 0.0
+            for read in set(node.all_input_nodes) & set(home):
+                others = [home[user] for user in read.users if user in home and user is not node]
+                sent += 0.0 if max(others, default=0) >= later else _bytes(read)
+            if sent < _bytes(node):
+                home[node] = later
     return home
+
+
+def _bytes(node: fx.Node) -> float:
+    """Return the bytes that a rank has of a value; none of several results, which are not sent."""
+    layout = node.meta.get("layout")
+    return 0.0 if layout is None else float(layout.local_size * node.meta["dtype"].itemsize)
 
 
 def _stage_of_blocks(program: Program, firsts: Sequence[str]) -> dict[str, int]:

@@ -42,6 +42,7 @@ from autopar.runtime.training.module_tree import (
     shadowed_names,
 )
 from autopar.runtime.training.no_sync import NoSync
+from autopar.runtime.training.over_stages import clip_grad_norm, whole
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
 from autopar.runtime.training.runners import Runner
 from autopar.runtime.training.step_graph import Seed, StepGraph
@@ -130,6 +131,12 @@ class ParallelState:
         if not all(map(operator.is_not, found, itertools.repeat(None))):
             return [self.tensor(name) for name in names]
         return cast(list[torch.Tensor], found)
+
+    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole tensor of a parameter or buffer, of what this rank has of it.
+        Collective.
+        """
+        return whole(self.first.run, self.device, name, tensor)
 
     def attribute(self, name: str) -> Any:
         """Return the plain attribute of a module, None where there is none of this name."""
@@ -275,9 +282,10 @@ class ParallelModule(Inspection, nn.Module):
                 "it, with a folder and file_bytes. Under transformers' Trainer, make yours of "
                 "autopar.ParallelTrainer, which does so"
             )
-        save_pretrained(
-            folder, self._autopar.stored.each(), getattr(self, "config", None), file_bytes
-        )
+        state = self._autopar
+        with state.root.restored(self):  # with the parameters of other stages, too
+            tensors = state.stored.each()
+        save_pretrained(folder, tensors, state.whole, getattr(self, "config", None), file_bytes)
 
     def unshard(
         self, rank: int | None = None, device: torch.device | str | None = None
@@ -299,7 +307,23 @@ class ParallelModule(Inspection, nn.Module):
         """
         self._autopar.stored.has_numbers()
         place = self._autopar.device if device is None else torch.device(device)
-        return unsharded(self, self._autopar.root, rank, place)
+        return unsharded(self, self._autopar.root, self._autopar.whole, rank, place)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale the gradients such that the norm of all of them together is at most `max_norm`, and
+        return what it was before. Collective.
+
+        As `torch.nn.utils.clip_grad_norm_`, which does the same but for stages of a pipeline: there
+        it sees the gradients of one stage alone.
+
+        >>> import autopar
+        >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
+        >>> par(torch.ones(4, 8)).sum().backward()
+        >>> par.clip_grad_norm_(1.0).item() > 1.0
+        True
+        """
+        run = self._autopar.first.run
+        return clip_grad_norm(run, self.named_parameters(), max_norm, norm_type)
 
     @property
     def seed(self) -> int:
@@ -505,6 +529,11 @@ def parallel_module(
         say_once(
             f"a parallel module has its own {', '.join(shadowed)}: what "
             f"{type(model).__name__} means by that is had from the original model"
+        )
+    if elsewhere and not ranks.rank():
+        say_once(
+            "every rank holds the parameters of its own stages: clip gradients with "
+            "par.clip_grad_norm_(max_norm), as torch's function sees those of one stage alone"
         )
     root = OriginalRoot(module, ParallelModule, elsewhere)
     empty = first.empty(tensors)

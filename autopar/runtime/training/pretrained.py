@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.runtime.training.stored import StoredTensor, StoredTensors
@@ -139,12 +138,14 @@ def _safetensors() -> Any:
 def save_pretrained(
     folder: str | os.PathLike[str],
     stored: Sequence[StoredTensor],
+    whole: Callable[[str, torch.Tensor], torch.Tensor],
     config: Any = None,
     file_bytes: float = 5e9,
 ) -> None:
     """Write the tensors under their first names, as transformers writes them: in files of at most
     `file_bytes`, which the ranks write in turn, so that none holds more than one of them, and an
-    index. `config` is saved beside them where it can be. Collective.
+    index. `whole`: gives the global tensor of a name and what the rank has of it, on all ranks
+    together. `config` is saved beside them where it can be. Collective.
     """
     place, writer = Path(folder), _safetensors()
     files = list(_split(stored, file_bytes))
@@ -155,7 +156,7 @@ def save_pretrained(
     ranks.together("making the folder", lambda: place.mkdir(parents=True, exist_ok=True))
     for number, (name, tensors) in enumerate(zip(names, files, strict=True)):
         own = ranks.rank() == number % ranks.running()
-        values = {x.names[0]: value for x in tensors if (value := _unsharded(x, own)) is not None}
+        values = {x.names[0]: value for x in tensors if (value := _unsharded(x, whole, own)) is not None}
 
         def write(name: str = name, values: Mapping[str, torch.Tensor] = values) -> None:
             if values:
@@ -180,10 +181,11 @@ def _split(stored: Sequence[StoredTensor], file_bytes: float) -> Iterator[list[S
     yield tensors
 
 
-def _unsharded(x: StoredTensor, own: bool) -> torch.Tensor | None:
+def _unsharded(
+    x: StoredTensor, whole: Callable[[str, torch.Tensor], torch.Tensor], own: bool
+) -> torch.Tensor | None:
     """Return the global tensor on the CPU, on the rank that writes it. Collective."""
-    tensor = x.tensor.detach()
-    value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    value = whole(x.names[0], x.tensor)
     return value.cpu().contiguous().clone() if own else None
 
 

@@ -72,6 +72,7 @@ class StagesRun(PartsRun):
         self._own_actions = schedule[links.copy]
         self._home = {place: s.number for s in stages for place in s.results}
         self._holders = _holders(stages)
+        self.device, self.first_holders = device, _first_holders(stages, pipeline)
         self._borders = {
             number: [_example(stages[number], name, device) for name in stages[number].receives]
             for number in range(len(stages))
@@ -387,6 +388,18 @@ def _holders(stages: Sequence[Stage]) -> dict[str, list[int]]:
         for name in stage.parameters:
             found[name].append(stage.number)
     return {name: numbers for name, numbers in found.items() if len(numbers) > 1}
+
+
+def _first_holders(stages: Sequence[Stage], pipeline: Pipeline) -> dict[str, int]:
+    """Return by each name of a parameter the first rank of the pipeline that holds it."""
+    found: dict[str, int] = {}
+    for stage in stages:
+        for entry in stage.program.signature.inputs:
+            if entry.kind == "parameter":
+                rank = pipeline.rank_of(stage.number)
+                for name in entry.names or (entry.target,):
+                    found[name] = min(rank, found.get(name, rank))
+    return found
 
 
 def _example(stage: Stage, name: str, device: torch.device) -> Tensor:

@@ -10,9 +10,10 @@ tensor at a time. runtime/module.py calls `unsharded`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from autopar.errors import InputError
 from autopar.runtime.training.module_tree import OriginalRoot, copied_tree
@@ -20,10 +21,15 @@ from autopar.world import ranks
 
 
 def unsharded(
-    module: nn.Module, root: OriginalRoot, rank: int | None, device: torch.device
+    module: nn.Module,
+    root: OriginalRoot,
+    whole: Callable[[str, torch.Tensor], torch.Tensor],
+    rank: int | None,
+    device: torch.device,
 ) -> nn.Module | None:
     """Return a copy of a parallel module that is the user's model, with whole tensors on `device`;
-    None on other ranks than `rank`, where one is given. Collective.
+    None on other ranks than `rank`, where one is given. Collective. `whole`: gives the global tensor
+    of a name and what the rank has of it, on all ranks together.
 
     Raises InputError for a rank that is not there.
     """
@@ -34,9 +40,10 @@ def unsharded(
         )
     keeps = rank is None or rank == ranks.rank()
     own: dict[int, torch.Tensor] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        value = tensor.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
+    with root.restored(module) as model:  # with the parameters of other stages, too
+        named = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in named:
+        value = whole(name, tensor)
         if keeps:
             value = value.to(device, copy=True)  # of a replicated DTensor it is the rank's own
             if isinstance(tensor, nn.Parameter):

@@ -1,0 +1,164 @@
+"""What test_stages.py starts, as on_ranks.py says: trains on the stages of a pipeline, on real gloo
+ranks, and compares with one device.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autopar
+from autopar import Grid4D, Grid25D, Stages
+from on_ranks import Facts, caught, everywhere, run_everywhere
+from stage_models import gpt
+
+STEPS = 3
+TASKS: dict[str, tuple[Stages, int]] = {
+    "fsdp 1f1b": (Stages(2, "fsdp"), 4),
+    "megatron interleaved": (Stages(2, "megatron", "interleaved", 2), 4),
+    "4 stages gpipe": (Stages(4, "ddp", "gpipe"), 4),
+    "ddp looped-bfs": (Stages(2, "ddp", "looped-bfs", 2), 4),
+    "4d": (Stages(2, Grid4D(x=2)), 2),
+    "2.5d": (Stages(2, Grid25D(q=2)), 4),
+    "fsdp of 8": (Stages(2, "fsdp"), 2),
+}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def apart(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=max(least, 1e-30)))
+
+
+def parity(layout: Stages, parts: int) -> Facts:
+    """Three steps of AdamW with clipping; then an evaluation, and one of fewer rows."""
+    model, inputs = gpt()
+    one = copy.deepcopy(model)
+    par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=parts)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, one))
+    expected = dict(one.named_parameters(remove_duplicate=False))
+    errors: dict[str, float] = {}
+    for step in range(STEPS):
+        ours.zero_grad()
+        theirs.zero_grad()
+        loss, _ = par(*inputs)
+        right, logits = one(*inputs)
+        loss.backward()
+        right.backward()
+        errors[f"loss {step}"] = apart(loss.detach(), right.detach())
+        largest = max(float(p.grad.abs().max()) for p in one.parameters() if p.grad is not None)
+        for name, parameter in par.named_parameters():
+            gradient, other = parameter.grad, expected[name].grad
+            assert gradient is not None and other is not None
+            errors[f"gradient {name}"] = apart(whole(gradient), other, 1e-6 * largest)
+        norms = par.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        errors[f"norm {step}"] = apart(norms[0], norms[1])
+        ours.step()
+        theirs.step()
+    for name, parameter in par.named_parameters():
+        errors[f"parameter {name}"] = apart(whole(parameter), expected[name].detach())
+    facts = {"apart": max(errors.values()), "worst": max(errors, key=lambda n: errors[n])}
+    facts |= {"compared": len(errors), "names": [n for n, _ in par.named_parameters()]}
+    par.eval()
+    one.eval()
+    with torch.no_grad():
+        for rows in (8, 4):
+            found, expected_rows = (m(*(x[:rows] for x in inputs)) for m in (par, one))
+            pairs = zip(found, expected_rows, strict=True)
+            facts[f"evaluation of {rows}"] = max(apart(a, b) for a, b in pairs)
+    return facts
+
+
+def around() -> Facts:
+    """Checkpoints to another number of stages, files, an ordinary module, first numbers."""
+    folders: list[Any] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folders)
+    folder = Path(folders[0])
+    model, inputs = gpt()
+    par = autopar.parallelize(model, None, inputs, layout=Stages(2, "fsdp"), microbatches=4)
+    optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
+    par(*inputs)[0].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    autopar.Checkpoints(folder / "run", model=par, optimizer=optimizer).save(1)
+    par.save_pretrained(folder / "files", file_bytes=20_000)
+    plain = par.unshard()
+    assert plain is not None
+    after = {name: x.detach().clone() for name, x in plain.named_parameters()}
+    par(*inputs)[0].backward()
+    optimizer.step()
+    second = {name: x.detach() for name, x in par.unshard().named_parameters()}  # type: ignore[union-attr]
+
+    other = autopar.parallelize(gpt(1)[0], None, inputs, layout=Stages(4, "ddp"), microbatches=4)
+    theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    facts: Facts = {"step": autopar.Checkpoints(folder / "run", model=other, optimizer=theirs).load()}
+    facts["loaded"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
+    other(*inputs)[0].backward()
+    theirs.step()
+    facts["goes on"] = max(apart(whole(p), second[n]) for n, p in other.named_parameters())
+
+    one = autopar.parallelize(gpt(1)[0], None, inputs, layout="fsdp")
+    adam = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    autopar.Checkpoints(folder / "run", model=one, optimizer=adam).load()
+    facts["without stages"] = max(apart(whole(p), after[n]) for n, p in one.named_parameters())
+    one.load_weights(folder / "files")
+    facts["files"] = max(apart(whole(p), after[n]) for n, p in one.named_parameters())
+    other.load_weights(folder / "files")
+    facts["files in stages"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
+
+    torch.manual_seed(3)
+    drawn = gpt(None)[0]
+    with torch.device("meta"):
+        empty = gpt(None)[0]
+    torch.manual_seed(3)
+    par = autopar.parallelize(empty, None, inputs, layout=Stages(2, "fsdp"), microbatches=4)
+    par.init_weights()
+    expected = dict(drawn.named_parameters())
+    facts["first numbers"] = max(apart(whole(p), expected[n]) for n, p in par.named_parameters())
+    facts["stats"] = par.stats() is None
+    with par.no_sync():
+        par(*inputs)[0].backward()
+    par(*inputs)[0].backward()
+    once = {n: whole(p.grad) for n, p in par.named_parameters() if p.grad is not None}
+    par.zero_grad()
+    par(*inputs)[0].backward()
+    facts["no_sync"] = max(
+        apart(once[n], 2 * whole(p.grad)) for n, p in par.named_parameters() if p.grad is not None
+    )
+    return facts
+
+
+def refusals() -> Facts:
+    model, inputs = gpt()
+
+    def planned(layout: Any, **options: Any) -> Any:
+        return caught(lambda: autopar.parallelize(model, None, inputs, layout=layout, **options))
+
+    return {
+        "no parts": planned(Stages(2, "fsdp")),
+        "stages of 3": planned(Stages(3, "fsdp"), microbatches=4),
+        "memory": planned(Stages(2, "fsdp"), microbatches=4, memory=50_000),
+    }
+
+
+def facts_of(task: str) -> Facts:
+    if task in TASKS:
+        return parity(*TASKS[task])
+    return {"around": around, "refusals": refusals}[task]()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_everywhere(facts_of)

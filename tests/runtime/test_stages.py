@@ -1,0 +1,190 @@
+"""Pipelines: the numbers of one device in every schedule, on simulated and on real ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+import models
+from autopar import Grid4D, Grid25D, GridEP, Stages
+from launch import launched
+from moe_models import MOE
+from stage_models import apart_towers, gpt
+
+VERIFIED: list[tuple[Stages, int, int]] = [
+    (Stages(2, "ddp"), 2, 4),
+    (Stages(2, "fsdp"), 4, 4),
+    (Stages(2, "megatron", "interleaved", 2), 4, 4),
+    (Stages(4, "ddp", "gpipe"), 4, 8),
+    (Stages(2, "fsdp", "looped-bfs", 2), 4, 4),
+    (Stages(2, Grid4D(x=2, z=2)), 8, 4),
+    (Stages(2, Grid25D(q=2)), 8, 4),
+    (Stages(4, "fsdp"), 8, 4),
+    (Stages(4, Grid4D(x=2, y=2)), 16, 4),
+]
+QUICK = {str(VERIFIED[1][0]), str(VERIFIED[2][0])}
+TOLERANCE = 1e-9
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "parts"),
+    [
+        pytest.param(*case, marks=() if str(case[0]) in QUICK else pytest.mark.slow, id=str(case[0]))
+        for case in VERIFIED
+    ],
+)
+def test_a_step_in_stages_is_that_of_one_device(layout: Stages, ranks: int, parts: int) -> None:
+    model, inputs = gpt()
+    check = autopar.verify(model, ranks, inputs, layout, microbatches=parts)
+    assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
+    assert check.ranks == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["full", "selective", "gathers"])
+def test_blocks_that_run_again_in_stages(recompute: Any) -> None:
+    model, inputs = gpt()
+    autopar.verify(model, 4, inputs, Stages(2, "fsdp"), microbatches=4, recompute=recompute)
+
+
+@pytest.mark.slow
+def test_dropout_in_stages_is_that_of_one_device() -> None:
+    model, inputs = gpt(dropout=0.3)
+    autopar.verify(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
+
+
+@pytest.mark.slow
+def test_two_stacks_are_cut_in_both() -> None:
+    model, inputs = apart_towers()
+    autopar.verify(model, 4, inputs, Stages(4, "ddp"), microbatches=4)
+    autopar.verify(model, 4, inputs, Stages(2, "ddp", "interleaved", 3), microbatches=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize(
+    ("within", "ranks"), [("ddp", 4), ("fsdp", 4), ("megatron", 4), (Grid4D(x=2, z=2), 8)], ids=str
+)
+def test_models_of_transformers_in_stages(name: str, within: Any, ranks: int) -> None:
+    model, args, kwargs = getattr(models, name)()
+    layout = Stages(2, within)
+    check = autopar.verify(model, ranks, args or kwargs, layout, microbatches=2)
+    assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
+
+
+@pytest.mark.slow
+def test_experts_in_stages() -> None:
+    model, args, inputs = MOE["mixtral"]()
+    layout = Stages(2, GridEP(expert=2))
+    autopar.verify(model, 4, inputs or args, layout, microbatches=2)
+
+
+def test_a_gradient_that_is_not_summed_over_stages_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.runtime.training.stages_run import StagesRun
+
+    monkeypatch.setattr(StagesRun, "_sum_over_stages", lambda *_: None)
+    model, inputs = gpt()
+    with pytest.raises(autopar.VerificationError, match=r"stages \(1f1b\).*p_embed_weight"):
+        autopar.verify(model, 2, inputs, Stages(2, "ddp"), microbatches=4)
+
+
+def test_a_backward_that_runs_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.runtime.training import stages_run
+
+    before = stages_run._Step.backward
+
+    def twice(self: Any, action: Any) -> None:
+        before(self, action)
+        self._owner.backwards[action.stage, action.part] += 1
+
+    monkeypatch.setattr(stages_run._Step, "backward", twice)
+    model, inputs = gpt()
+    with pytest.raises(autopar.VerificationError, match="each is to run once a step"):
+        autopar.verify(model, 2, inputs, Stages(2, "ddp"), microbatches=4)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
+    model, inputs = gpt()
+    plan = autopar.plan(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
+    assert plan.cuts == ("blocks.2",) and plan.ranks == 4 and str(plan.mesh) == "data2"
+    notes = " ".join(plan.notes)
+    assert re.search(r"2 stages.*ranks wait \d+% \(the bubble\)", notes)
+    assert "stage 1 (2 blocks, blocks.2 to blocks.3)" in notes and "1 in flight" in notes
+    plan.save(tmp_path / "plan.json")
+    read = autopar.Plan.load(tmp_path / "plan.json")
+    assert read == plan and read.schedule == "1f1b"
+    autopar.verify(model, None, inputs, read)
+
+
+def test_more_micro_batches_leave_a_smaller_bubble() -> None:
+    model, inputs = gpt()
+    plans = [autopar.plan(model, 2, inputs, Stages(2, "ddp"), microbatches=n) for n in (2, 8)]
+    found = [re.search(r"ranks wait (\d+)%", " ".join(plan.notes)) for plan in plans]
+    waits = [int(match[1]) for match in found if match is not None]
+    assert len(waits) == 2 and waits[0] > waits[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "error", "words"),
+    [
+        (Stages(2, "fsdp"), {}, autopar.PlanError, "a step has 1: plan with microbatches=8"),
+        (Stages(3, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "3 stages do not divide 4"),
+        (Stages(2, "fsdp", "zb"), {"microbatches": 4}, autopar.PlanError, "unknown schedule 'zb'"),
+        (Stages(1, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "has 2 or more ranks"),
+        (Stages(2, "fsd"), {"microbatches": 4}, autopar.LayoutError, "unknown layout 'fsd'"),
+        (
+            Stages(2, "fsdp"),
+            {"microbatches": 4, "memory": 20_000},
+            autopar.PlanError,
+            "no plan fits",
+        ),
+    ],
+    ids=["no parts", "divisor", "schedule", "one", "within", "memory"],
+)
+def test_stages_that_cannot_be_are_refused(
+    layout: Stages, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    model, inputs = gpt()
+    with pytest.raises(error, match=words):
+        autopar.plan(model, 4, inputs, layout, **options)
+
+
+# -- on real ranks ---------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ranks", "tasks"),
+    [
+        (4, ("fsdp 1f1b",)),
+        pytest.param(4, ("megatron interleaved", "4 stages gpipe"), marks=pytest.mark.slow),
+        pytest.param(4, ("ddp looped-bfs", "4d"), marks=pytest.mark.slow),
+        pytest.param(8, ("2.5d", "fsdp of 8"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_three_steps_on_gloo_are_those_of_one_device(
+    tmp_path: Path, ranks: int, tasks: tuple[str, ...]
+) -> None:
+    everyone = launched(tmp_path, ranks, *tasks, script="stages_ranks.py", seconds=900)
+    for task in tasks:
+        names = {name for facts in everyone for name in facts[task]["names"]}
+        assert names == {name for name, _ in gpt()[0].named_parameters()}
+        for facts in everyone:
+            found = facts[task]
+            assert found["apart"] < 1e-9, (task, found["worst"], found["apart"])
+            assert len(found["names"]) < len(names), "a rank holds its stages' parameters alone"
+            assert found["evaluation of 8"] < 1e-9 and found["evaluation of 4"] < 1e-9
+
+
+@pytest.mark.slow
+def test_what_goes_on_around_training_in_stages(tmp_path: Path) -> None:
+    for found in launched(tmp_path, 4, "around", script="stages_ranks.py", seconds=900):
+        facts = found["around"]
+        assert facts.pop("step") == 1 and facts.pop("stats")
+        assert max(facts.values()) < 1e-9, facts
+
+
