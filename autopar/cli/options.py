@@ -27,9 +27,9 @@ from autopar.planner.request import (
     GridContext,
     GridEP,
     GridHSDP,
-    Stages,
     Layouts,
     Microbatches,
+    Stages,
 )
 from autopar.world import PRESETS, World
 from autopar.world.world import calibrated

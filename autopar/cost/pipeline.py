@@ -90,9 +90,9 @@ def simulated(
                 spans.append(PipelineSpan(rank, action, start, start + took))
                 places[rank] += 1
                 going = True
-    assert all(
-        place == len(own) for place, own in zip(places, schedule, strict=True)
-    ), "a schedule in which ranks wait for one another"
+    assert all(place == len(own) for place, own in zip(places, schedule, strict=True)), (
+        "a schedule in which ranks wait for one another"
+    )
     for rank in range(pipeline.ranks):
         took = sum(stages[stage].end for stage in pipeline.stages_of(rank))
         spans.append(PipelineSpan(rank, None, clocks[rank], clocks[rank] + took))

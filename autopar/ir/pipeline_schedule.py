@@ -86,7 +86,9 @@ def actions(schedule: str, pipeline: Pipeline, parts: int) -> tuple[tuple[Action
         wanted = "2 or more stages a rank (rounds)" if rounds else "1 stage a rank (rounds=1)"
         raise PlanError(f"stages: schedule {schedule!r} has {wanted}, not {pipeline.rounds}")
     if schedule == "1f1b":
-        return tuple(_one_forward_one_backward(pipeline.ranks, r, parts) for r in range(pipeline.ranks))
+        return tuple(
+            _one_forward_one_backward(pipeline.ranks, r, parts) for r in range(pipeline.ranks)
+        )
     try:
         found = pipeline_actions(name, pipeline.ranks, pipeline.rounds, parts)
     except (ValueError, AssertionError) as error:

@@ -22,8 +22,8 @@ from autopar.errors import PlanError
 from autopar.ir import plan_file, plan_view
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan_file import digest, write
 from autopar.ir.pipeline_schedule import Pipeline
+from autopar.ir.plan_file import digest, write
 from autopar.ir.plan_table import Collective, Memory, Padding, Row, blocks_text
 from autopar.world import World, json_file
 from autopar.world.world import CALIBRATED

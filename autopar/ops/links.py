@@ -71,7 +71,8 @@ class Links:
         into = torch.empty_like(like, memory_format=torch.contiguous_format)
         what = f"a receive from stage rank {copy}"
         work = self._guarded(
-            lambda: dist.irecv(_plain(into), group=self._group(copy, self.copy), group_src=copy), what
+            lambda: dist.irecv(_plain(into), group=self._group(copy, self.copy), group_src=copy),
+            what,
         )
         assert work is not None
         return _Posted(work, into, lambda: self._guarded(work.wait, what))

@@ -54,16 +54,15 @@ class _Connection:
 _connections: dict[tuple[Mesh, str], _Connection] = {}
 
 
-def connect(
-    mesh: Mesh, device_type: str, names: Iterable[str] = (), copies: int = 1
-) -> DeviceMesh:
+def connect(mesh: Mesh, device_type: str, names: Iterable[str] = (), copies: int = 1) -> DeviceMesh:
     """Open a process group for every axis and for each of `names` (see `group_name` and
     `collectives.groups_of`), in one order, and return the mesh for DTensor.
 
     Collective: all ranks of the running default process group call it with the same mesh and names.
     A second call opens only what is not open. A mesh of one rank gives a DeviceMesh with the one
     axis "rank". `copies`: of the mesh, one after the other over the ranks, as the stages of a
-    pipeline have; the groups and the DeviceMesh are those of the rank's own copy. Raises WorldError where the mesh and the running process group differ in size.
+    pipeline have; the groups and the DeviceMesh are those of the rank's own copy. Raises WorldError
+    where the mesh and the running process group differ in size.
     """
     world = _running_world(mesh, copies)
     _end_groups_at_exit()
@@ -104,9 +103,7 @@ _columns: dict[
 ] = {}
 
 
-def _connection(
-    mesh: Mesh, device_type: str, world: dist.ProcessGroup, copies: int
-) -> _Connection:
+def _connection(mesh: Mesh, device_type: str, world: dist.ProcessGroup, copies: int) -> _Connection:
     """Return a new connection; names lead to the same groups for all types of devices. The axes of
     its DeviceMesh are in storage order, as DTensor splits axis by axis.
     """
@@ -231,9 +228,7 @@ def _find_open_groups(mesh: Mesh, connection: _Connection, copies: int) -> None:
     connection.groups[(tuple(range(mesh.size * copies)),)] = connection.world
 
 
-def _open_group(
-    mesh: Mesh, name: str, connection: _Connection, copies: int
-) -> dist.ProcessGroup:
+def _open_group(mesh: Mesh, name: str, connection: _Connection, copies: int) -> dist.ProcessGroup:
     """Return the group of this rank, opening it at first; names with the same ranks, such as those
     of two levels, share it.
     """

@@ -16,6 +16,7 @@ them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
@@ -26,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import block_of, copied, where
+from autopar.ir.graph import block_of, where
 from autopar.ir.program import Input, Output, Program
 
 
@@ -83,7 +84,9 @@ def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
         own = [n for n, stage in home.items() if stage == number]
         places = tuple(i for i, stage in enumerate(homes_of_results) if stage == number)
         stage = _stage(program, number, own, received, sent, places)
-        if trains and not any(e.trainable for e in stage.program.signature.inputs if e.kind == "parameter"):
+        if trains and not any(
+            e.trainable for e in stage.program.signature.inputs if e.kind == "parameter"
+        ):
             begin = firsts[number - 1] if number else "the first block"
             raise PlanError(
                 f"stages: stage {number} of {count}, from {begin} on, has no parameter that is "
@@ -105,7 +108,7 @@ def check(program: Program, stages: Sequence[Stage]) -> None:
         if node.op == "call_function" and node.name in flowing
     ]
     assert len(computed) == len(set(computed)), "a value is computed in two stages"
-    for before, after in zip(stages, stages[1:], strict=False):
+    for before, after in itertools.pairwise(stages):
         assert before.sends == after.receives, f"stage {after.number} is sent something else"
     assert not stages[0].receives and not stages[-1].sends, "a border outside"
     returned = sorted(place for stage in stages for place in stage.results)

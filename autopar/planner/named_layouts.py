@@ -40,6 +40,7 @@ from autopar.planner.request import (
     GridEP,
     GridHSDP,
     Layouts,
+    Stages,
 )
 
 _DATA = Role("m", "batch", stored="whole")
@@ -80,6 +81,8 @@ def meshes_with_rules(
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
+    if isinstance(layout, Stages):
+        raise LayoutError(f"{layout}: stages are of a whole model: give them as the layout itself")
     refused: LayoutError | None = None
     fitting = False
     for grid in _grids(layout, ranks):

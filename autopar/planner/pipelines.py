@@ -21,7 +21,14 @@ from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.graph import block_of
-from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, in_sequence, most_in_flight
+from autopar.ir.pipeline_schedule import (
+    SCHEDULES,
+    Action,
+    Pipeline,
+    actions,
+    in_sequence,
+    most_in_flight,
+)
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
@@ -60,8 +67,8 @@ def require_parts(request: PlanRequest) -> None:
     if request.stages is not None and request.microbatches < 2:
         raise PlanError(
             f"{request.stages}: stages run micro-batches one after the other, and a step has "
-            f"{request.microbatches}: plan with microbatches={4 * request.stages.count}, or as many "
-            "as divide the batch; the more, the less the ranks wait"
+            f"{request.microbatches}: plan with microbatches={4 * request.stages.count}, or as "
+            "many as divide the batch; the more, the less the ranks wait"
         )
 
 
@@ -105,9 +112,11 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     whole = dataclasses.replace(context.program, plan=dataclasses.replace(plan, interleaved=False))
     stages = cutting.cut(whole, cuts)
     cutting.check(whole, stages)
-    seconds = [_seconds(stage, plan) for stage in stages]
+    seconds = [_seconds(stage, whole) for stage in stages]
     step = simulated(pipeline, schedule, seconds)
-    memory = [_memory_of_rank(stages, schedule, pipeline, rank, plan) for rank in range(asked.count)]
+    memory = [
+        _memory_of_rank(stages, schedule, pipeline, rank, plan) for rank in range(asked.count)
+    ]
     most = max(memory, key=lambda each: each.peak)
     _require_room(memory, request)
     planned = dataclasses.replace(
@@ -127,9 +136,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         notes=(*plan.notes, *_notes(stages, seconds, memory, step, pipeline, schedule)),
     )
     program = dataclasses.replace(context.program, plan=planned)
-    return dataclasses.replace(
-        planned, context=dataclasses.replace(context, program=program)
-    )
+    return dataclasses.replace(planned, context=dataclasses.replace(context, program=program))
 
 
 def _cuts(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
@@ -141,10 +148,23 @@ def _cuts(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
     return cutting.balanced(by_block, pipeline.stages)
 
 
-def _seconds(stage: Stage, plan: Plan) -> StageSeconds:
+def step_of(plan: Plan) -> PipelineStep:
+    """Return the simulated step of a plan with stages, made in this process."""
+    assert plan.context is not None and plan.cuts
+    program = plan.context.program
+    schedule = in_sequence(plan.pipeline)
+    if plan.microbatches > 1:
+        schedule = actions(plan.schedule, plan.pipeline, plan.microbatches)
+    seconds = [_seconds(stage, program) for stage in cutting.cut(program, plan.cuts)]
+    return simulated(plan.pipeline, schedule, seconds)
+
+
+def _seconds(stage: Stage, program: Program) -> StageSeconds:
     """Return the modelled seconds of one stage. Its last micro-batch also sums gradients and steps
     the optimizer: what that takes longer comes at the end.
     """
+    plan = program.plan
+    assert plan is not None
     last = timeline(stage.program, plan.world)
     one = last.before if last.before is not None else last
     forward = _end_of_forward(one)
@@ -188,9 +208,7 @@ def _memory_of_rank(
         one = peak(stage.program, plan.optimizer, plan.world)
         flying = most_in_flight(tuple(schedule[rank]), number) - 1
         more = flying * (one.activations + _border_bytes(stage))
-        one = dataclasses.replace(
-            one, activations=one.activations + more, peak=one.peak + more
-        )
+        one = dataclasses.replace(one, activations=one.activations + more, peak=one.peak + more)
         found = one if found is None else _together(found, one)
     assert found is not None
     return found

@@ -212,8 +212,9 @@ Within = str | Grid | Mapping[str, "str | Grid"]
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A pipeline: the model is cut into stages of consecutive blocks, each on ranks / `count` of the
-    ranks, which run micro-batches one after the other and send what is between two stages on.
+    """A pipeline: the model is cut into stages of consecutive blocks, each on one of `count` equal
+    parts of the ranks, which run micro-batches one after the other and send what is between two
+    stages on.
 
     >>> import autopar, torch
     >>> class Net(torch.nn.Module):
@@ -231,8 +232,8 @@ class Stages:
     `within`: the layout of every stage, a name, a grid or a dict. `schedule`: the order of forwards
     and backwards: "gpipe" (arXiv 1811.06965, section 2.3), "1f1b" (arXiv 2006.09503, section 3.1),
     or "interleaved" (arXiv 2104.04473, section 2.2) or "looped-bfs" (arXiv 2211.05953), where each
-    rank has `rounds` stages. Blocks are the model's repeated modules, and stages are cut so that the
-    slowest is fast. Raises, when planned, LayoutError where `count` does not divide the ranks,
+    rank has `rounds` stages. Blocks are the model's repeated modules, and the cuts make the slowest
+    stage as fast as can be. Raises, when planned, LayoutError where `count` does not divide the ranks,
     PlanError where the model has fewer blocks than stages, or a step has no micro-batches.
     """
 

@@ -20,9 +20,11 @@ from autopar.ir.graph import inlined
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_ranks, format_seconds
 from autopar.ir.show import size_text
+from autopar.planner.pipelines import step_of
 from autopar.report import facts as gathering
 from autopar.report import figures, pictures
 from autopar.report.facts import Facts, Module
+from autopar.report.pipeline import picture
 from autopar.world import json_file
 
 _MOST_NODES = 160  # lines of a block's graph
@@ -88,6 +90,7 @@ def render(facts: Facts) -> str:
         },
         others=figures.other_lines(facts),
         tree=Markup(tree_html(facts)),
+        pipeline=Markup(picture(step_of(plan))) if plan.cuts and plan.context else "",
         cluster=Markup(pictures.cluster(plan.world, list(facts.load))) if facts.load else "",
         block=block,
         before=before,

@@ -38,8 +38,8 @@ from autopar.planner.confirm import finish_plan, fit_to_memory
 from autopar.planner.edit import check_edits, compare_figures
 from autopar.planner.objective import cost_terms
 from autopar.planner.padding import with_padding_of
-from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
+from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.planner import analyse, choose_on_stored, choose_plan
 from autopar.planner.request import Layouts, Outputs, PlanRequest
 from autopar.planner.space import candidates

@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 

@@ -51,7 +51,7 @@ class _Trained(NamedTuple):
 def compare_stages(
     program: Program, reference: Program, parts: Parts | None, inputs: Any, tolerance: float
 ) -> StageErrors:
-    """Return the errors of a program in stages. `program`: the emitted one of a part, with its plan;
+    """Return the errors of a program in stages. `program`: the emitted one of a part, with a plan;
     `reference`: the same part on one device. Raises VerificationError past `tolerance`, naming the
     parameter and the rank.
     """

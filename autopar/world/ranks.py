@@ -86,8 +86,8 @@ def agree_within(what: str, values: Mapping[int, str]) -> None:
             other, there = first.setdefault(stage, (number, value))
             if there != value:
                 raise RankError(
-                    f"the ranks of stage {stage} hold different {what}s: rank {other} {there}, rank "
-                    f"{number} {value}; build the same model from the same configuration on all"
+                    f"the ranks of stage {stage} hold different {what}s: rank {other} {there}, "
+                    f"rank {number} {value}; build the same model from the same configuration on all"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Schedules of pipelines: complete, in an order that can run, with as many in flight as is known."""
+"""Schedules of pipelines: complete, in an order that can run, with as many in flight as they should."""
 
 from __future__ import annotations
 
@@ -81,5 +81,7 @@ def test_sends_and_the_end_of_a_step_take_their_time() -> None:
 def test_a_schedule_that_is_not_for_these_numbers_is_refused() -> None:
     with pytest.raises(autopar.PlanError, match=r"2 or more stages a rank \(rounds\), not 1"):
         actions("interleaved", Pipeline(2), 4)
-    with pytest.raises(autopar.PlanError, match="is not for 4 ranks of 2 stages and 9 micro-batches"):
+    with pytest.raises(
+        autopar.PlanError, match="is not for 4 ranks of 2 stages and 9 micro-batches"
+    ):
         actions("interleaved", Pipeline(4, 2), 9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -93,7 +94,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be(
 
 def _slowest(seconds: list[float], begins: list[str] | tuple[str, ...]) -> float:
     places = [0, *(int(name.split(".")[1]) for name in begins), len(seconds)]
-    return max(sum(seconds[a:b]) for a, b in zip(places, places[1:], strict=False))
+    return max(sum(seconds[a:b]) for a, b in itertools.pairwise(places))
 
 
 def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...], words: str, count: int = 2) -> None:

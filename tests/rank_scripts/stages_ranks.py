@@ -5,9 +5,7 @@ ranks, and compares with one device.
 from __future__ import annotations
 
 import copy
-import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Grid4D, Grid25D, Stages
-from on_ranks import Facts, caught, everywhere, run_everywhere
+from on_ranks import Facts, caught, run_everywhere
 from stage_models import gpt
 
 STEPS = 3
@@ -39,7 +37,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def apart(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    return float((actual - expected).abs().max() / expected.abs().max().clamp(min=max(least, 1e-30)))
+    return float(
+        (actual - expected).abs().max() / expected.abs().max().clamp(min=max(least, 1e-30))
+    )
 
 
 def parity(layout: Stages, parts: int) -> Facts:
@@ -54,7 +54,7 @@ def parity(layout: Stages, parts: int) -> Facts:
         ours.zero_grad()
         theirs.zero_grad()
         loss, _ = par(*inputs)
-        right, logits = one(*inputs)
+        right, _ = one(*inputs)
         loss.backward()
         right.backward()
         errors[f"loss {step}"] = apart(loss.detach(), right.detach())
@@ -103,7 +103,9 @@ def around() -> Facts:
 
     other = autopar.parallelize(gpt(1)[0], None, inputs, layout=Stages(4, "ddp"), microbatches=4)
     theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
-    facts: Facts = {"step": autopar.Checkpoints(folder / "run", model=other, optimizer=theirs).load()}
+    facts: Facts = {
+        "step": autopar.Checkpoints(folder / "run", model=other, optimizer=theirs).load()
+    }
     facts["loaded"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
     other(*inputs)[0].backward()
     theirs.step()

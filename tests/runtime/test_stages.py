@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import autopar
 import models
@@ -34,7 +33,9 @@ TOLERANCE = 1e-9
 @pytest.mark.parametrize(
     ("layout", "ranks", "parts"),
     [
-        pytest.param(*case, marks=() if str(case[0]) in QUICK else pytest.mark.slow, id=str(case[0]))
+        pytest.param(
+            *case, marks=() if str(case[0]) in QUICK else pytest.mark.slow, id=str(case[0])
+        )
         for case in VERIFIED
     ],
 )
@@ -186,5 +187,3 @@ def test_what_goes_on_around_training_in_stages(tmp_path: Path) -> None:
         facts = found["around"]
         assert facts.pop("step") == 1 and facts.pop("stats")
         assert max(facts.values()) < 1e-9, facts
-
-

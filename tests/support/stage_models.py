@@ -21,14 +21,16 @@ class Block(nn.Module):
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1))
+        heads = (
+            y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         attended = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.drop(self.out(attended.transpose(1, 2).flatten(2)))
         return x + self.down(F.gelu(self.up(x)))
 
 
 class GPT(nn.Module):
-    """Returns (loss, logits); the embedding is the head, so the first and the last stage share it."""
+    """Returns (loss, logits). The embedding is the head: the first and last stage share it."""
 
     def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
         super().__init__()

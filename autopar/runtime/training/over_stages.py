@@ -1,7 +1,7 @@
 """What concerns the parameters of all stages of a pipeline, of which a rank holds those of its own.
 
     par.clip_grad_norm_(1.0)        # the norm over all stages, tied weights counted once
-    par.save_pretrained("out")      # one whole tensor after the other, sent by the stage that has it
+    par.save_pretrained("out")      # one whole tensor after the other, from the stage that has it
 
 On a mesh without stages every rank holds parts of everything, and these are torch's own functions
 on DTensors. runtime/module.py, pretrained.py and unshard.py call them.

@@ -156,7 +156,9 @@ def save_pretrained(
     ranks.together("making the folder", lambda: place.mkdir(parents=True, exist_ok=True))
     for number, (name, tensors) in enumerate(zip(names, files, strict=True)):
         own = ranks.rank() == number % ranks.running()
-        values = {x.names[0]: value for x in tensors if (value := _unsharded(x, whole, own)) is not None}
+        values = {
+            x.names[0]: value for x in tensors if (value := _unsharded(x, whole, own)) is not None
+        }
 
         def write(name: str = name, values: Mapping[str, torch.Tensor] = values) -> None:
             if values:

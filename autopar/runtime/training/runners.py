@@ -1,5 +1,5 @@
-"""What runs a planned graph on a rank: the graph itself, a step in micro-batches, or the stages of a
-pipeline that the rank has.
+"""What runs a planned graph on a rank: the graph itself, a step in micro-batches, or the stages
+that the rank has of a pipeline.
 
 A plan's context enters `rank_runner` on all ranks together, a `Runner` leaves. api.py and
 call_graphs.py make StepGraphs of it.

@@ -31,7 +31,7 @@ from autopar.ops.links import Links, Pending
 from autopar.passes.microbatches import Parts
 from autopar.passes.stages import Stage, carries
 from autopar.runtime.backends import Scheduled
-from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients, apart
+from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients
 from autopar.world import ranks
 
 Run = Callable[..., Any]
@@ -136,7 +136,9 @@ class StagesRun(PartsRun):
 
     def _combined(self, found: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results that this rank has of the step, None for those of others."""
-        own = {i for i, stage in self._home.items() if self.pipeline.rank_of(stage) == self.links.copy}
+        own = {
+            i for i, stage in self._home.items() if self.pipeline.rank_of(stage) == self.links.copy
+        }
         filled = [[part[i] if i in own else _MISSING for i in range(len(part))] for part in found]
         results = super()._combined(filled)
         return [x if i in own else None for i, x in enumerate(results)]
@@ -158,9 +160,7 @@ class StagesRun(PartsRun):
         self.links.finish()
         return results
 
-    def _sum_over_stages(
-        self, gradients: dict[str, Tensor], trained: Mapping[str, Tensor]
-    ) -> None:
+    def _sum_over_stages(self, gradients: dict[str, Tensor], trained: Mapping[str, Tensor]) -> None:
         """Sum the gradients of parameters that several ranks hold: the first one adds them up in
         the order of the ranks, and hands out the sum.
         """
@@ -226,7 +226,9 @@ class StagesRun(PartsRun):
     def _sends_of(self, action: Action) -> list[_Key]:
         """Return what an action sends to another rank, in order."""
         after = action.after(self.pipeline.stages)
-        if after is None or self.pipeline.rank_of(after.stage) == self.pipeline.rank_of(action.stage):
+        if after is None or self.pipeline.rank_of(after.stage) == self.pipeline.rank_of(
+            action.stage
+        ):
             return []
         return [(action, name) for name in self.made_by(action)]
 
@@ -236,9 +238,7 @@ class StagesRun(PartsRun):
         """
         if action.kind == "F":
             return list(self.stages[action.stage].sends)
-        examples = zip(
-            self.stages[action.stage].receives, self._borders[action.stage], strict=True
-        )
+        examples = zip(self.stages[action.stage].receives, self._borders[action.stage], strict=True)
         return [name for name, x in examples if x.requires_grad]
 
     def sends_between(self, source: int) -> list[_Key]:

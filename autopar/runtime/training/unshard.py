@@ -28,8 +28,8 @@ def unsharded(
     device: torch.device,
 ) -> nn.Module | None:
     """Return a copy of a parallel module that is the user's model, with whole tensors on `device`;
-    None on other ranks than `rank`, where one is given. Collective. `whole`: gives the global tensor
-    of a name and what the rank has of it, on all ranks together.
+    None on other ranks than `rank`, where one is given. Collective. `whole`: gives the global
+    tensor of a name and what the rank has of it, on all ranks together.
 
     Raises InputError for a rank that is not there.
     """
