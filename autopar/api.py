@@ -27,7 +27,13 @@ from autopar.planner import edit, world_size
 from autopar.planner.confirm import finish_plan, rewrite_for_ranks
 from autopar.planner.padding import with_padding_of
 from autopar.planner.parts_search import in_fastest_parts
-from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
+from autopar.planner.pipelines import (
+    in_fastest_stages,
+    in_stages,
+    of_one_stage,
+    require_parts,
+    stages_of,
+)
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest, Stages
 from autopar.planner.solve import search_meshes
@@ -37,6 +43,7 @@ from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
     agree_on_request,
     current_tensors,
+    named_or_running,
     plan_context,
     plan_on_rank_0,
     require_same_graph,
@@ -112,11 +119,23 @@ def plan(
     budget = Budget.of(machines, memory, optimizer, recompute)
     check_room(model, machines, budget)
     request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
+    if isinstance(layout, Stages) and layout.count == "auto":
+        own = machines, inputs
+        rest = memory, optimizer, recompute, progress, smaller, reduce_dtype, overlap, outputs
+        attempt = partial(_plan_in, model, own, (*rest, microbatches))
+        return in_fastest_stages(attempt, machines, layout)
     machines, request = of_one_stage(machines, request)
     planned = partial(_plan_parts, model, machines, inputs, request, progress, smaller)
     if microbatches == "auto":
-        return in_fastest_parts(planned, inputs)
+        return in_fastest_parts(planned, inputs, request.stages is not None)
     return planned(microbatches)
+
+
+def _plan_in(
+    model: nn.Module, own: tuple[World, Inputs], rest: tuple[Any, ...], stages: Stages
+) -> Plan:
+    """Return the plan for a number of stages."""
+    return plan(model, *own, stages, *rest)
 
 
 def _plan_parts(
@@ -291,6 +310,9 @@ def _plan_and_apply(
 ) -> ParallelModule:
     warn_alone(world)
     limits = memory, optimizer, recompute
+    if isinstance(layout, Stages) and layout.count == "auto":
+        rest = *limits, None, False, reduce_dtype, overlap, outputs, microbatches
+        layout, microbatches = _agreed_stages(model, world, inputs, layout, rest)
     own = layout, limits, reduce_dtype, overlap, outputs
     options = {
         "backend": backend, "sync_parameters": sync_parameters, "microbatches": microbatches,
@@ -304,6 +326,22 @@ def _plan_and_apply(
     return _apply(model, plan, None, backend, overlap, sync_parameters, place)
 
 
+def _agreed_stages(
+    model: nn.Module,
+    world: World | int | Any | None,
+    inputs: Inputs,
+    asked: Stages,
+    rest: tuple[Any, ...],
+) -> tuple[Stages, int]:
+    """Return the stages and the parts of a step that are the fastest; rank 0 plans to find them."""
+
+    def search() -> tuple[Stages, int]:
+        found = plan(model, named_or_running(world), inputs, asked, *rest)
+        return stages_of(found, asked.within), found.microbatches
+
+    return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
+
+
 def _agreed_parts(
     model: nn.Module, machines: World, inputs: Inputs, request: PlanRequest, count: Microbatches
 ) -> int:
@@ -313,7 +351,7 @@ def _agreed_parts(
 
     def search() -> int:
         planned = partial(_plan_parts, model, machines, inputs, request, None, False)
-        return in_fastest_parts(planned, inputs).microbatches
+        return in_fastest_parts(planned, inputs, request.stages is not None).microbatches
 
     return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
 

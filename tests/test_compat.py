@@ -50,6 +50,17 @@ def test_what_an_adaptive_softmax_returns() -> None:
     assert found._fields == ("output", "loss")
 
 
+@covers("pipelining", "pipeline_actions")
+def test_the_actions_of_schedules() -> None:
+    """For two ranks and four micro-batches, as torch lists them; a backward in two parts too."""
+    actions = _compat.pipelining.pipeline_actions
+    forwards, backwards = ([(kind, 0, part) for part in range(4)] for kind in "FB")
+    assert actions("GPipe", 2, 1, 4)[0] == [*forwards, *backwards]
+    both = actions("Interleaved1F1B", 2, 2, 4)
+    assert [stage for _, stage, part in both[1] if not part] == [1, 3, 3, 1]
+    assert {kind for kind, *_ in actions("InterleavedZeroBubble", 2, 2, 4)[0]} == {*"FIW"}
+
+
 @covers("torch_versions")
 def test_a_torch_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As 2.14 is: it loses the backward of custom functions in silence."""

@@ -228,6 +228,8 @@ def read_layout(text: str) -> Layouts:
     Grid4D(x=2, y=1, z=1, data=4)
     >>> read_layout("cp:2,within=megatron,attention=heads")
     GridContext(context=2, within='megatron', attention='heads')
+    >>> read_layout("pp:4,fsdp")
+    Stages(count=4, within='fsdp', schedule='1f1b', rounds=1)
     """
     name, colon, sizes = text.partition(":")
     if text in NAMES:
@@ -241,7 +243,7 @@ def read_layout(text: str) -> Layouts:
     fields = [
         field
         for field in dataclasses.fields(grid)
-        if field.type in ("int", "str") or field.name in ("within", "attention")
+        if field.type in ("int", "str") or field.name in ("within", "attention", "count")
     ]
     names = [field.name for field in fields]
     values: dict[str, Any] = {}
@@ -252,6 +254,7 @@ def read_layout(text: str) -> Layouts:
         if key not in names or key in values:
             raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage_text(names)}")
         is_name = key in ("first", "within", "attention", "schedule")
+        is_name |= (key, value) == ("count", "auto")
         values[key] = value if is_name else _read_size(text, part, value)
     missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
     if missing:

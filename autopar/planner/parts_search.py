@@ -17,9 +17,12 @@ from autopar.planner.tracing import Inputs, call_arguments, rows_of
 _MOST_TRIES = 5
 
 
-def in_fastest_parts(attempt: Callable[[int], Plan], inputs: Inputs) -> Plan:
+def in_fastest_parts(
+    attempt: Callable[[int], Plan], inputs: Inputs, in_stages: bool = False
+) -> Plan:
     """Return the fastest plan that `attempt` makes for a number of parts. Raises what it raises for
-    one part, where no other number does.
+    one part, where no other number does. `in_stages`: stages of a pipeline wait less the more parts
+    there are, so all numbers are tried.
     """
     found: list[Plan] = []
     refused: PlanError | None = None
@@ -34,7 +37,7 @@ def in_fastest_parts(attempt: Callable[[int], Plan], inputs: Inputs) -> Plan:
             found.append(attempt(count))
         except AutoparError:  # it cannot be divided so, or does not fit yet
             continue
-        if not found[-1].recompute:
+        if not found[-1].recompute and not in_stages:
             break
     if not found:
         assert refused is not None

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.cost.memory import text_of
 from autopar.cost.peak import peak
 from autopar.cost.pipeline import PipelineStep, StageSeconds, simulated
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
-from autopar.errors import LayoutError, PlanError
+from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.graph import block_of
 from autopar.ir.pipeline_schedule import (
     SCHEDULES,
@@ -34,7 +34,7 @@ from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
 from autopar.passes import stages as cutting
 from autopar.passes.stages import Stage
-from autopar.planner.request import PlanRequest, Stages
+from autopar.planner.request import PlanRequest, Stages, Within
 from autopar.world import World
 
 
@@ -53,6 +53,7 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
         )
     if isinstance(asked.within, Stages):
         raise LayoutError(f"{asked}: stages within stages: add their counts to one")
+    assert asked.count != "auto"  # in_fastest_stages has found it
     if asked.count < 2 or asked.rounds < 1:
         raise LayoutError(f"{asked}: a pipeline has 2 or more ranks, and each 1 or more stages")
     budget = request.budget
@@ -62,21 +63,51 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     return _world_of_one(world, asked), inner
 
 
+def in_fastest_stages(attempt: Callable[[Stages], Plan], world: World, asked: Stages) -> Plan:
+    """Return the fastest plan that `attempt` makes for a number of stages. Raises what it raises
+    for the least number, where no other number does.
+    """
+    found: list[Plan] = []
+    refused: AutoparError | None = None
+    for count in range(2, world.ranks + 1):
+        if world.ranks % count:
+            continue
+        try:
+            found.append(attempt(dataclasses.replace(asked, count=count)))
+        except AutoparError as error:  # too few blocks for so many, or no room for so few
+            refused = refused or error
+    if not found:
+        raise refused or LayoutError(f"{asked}: a pipeline has 2 or more ranks, the world has one")
+    return min(found, key=lambda plan: plan.step_seconds)
+
+
+def stages_of(plan: Plan, within: Within) -> Stages:
+    """Return the stages that a plan has, to be asked for again."""
+    return Stages(plan.pipeline.ranks, within, plan.schedule, plan.rounds)
+
+
 def require_parts(request: PlanRequest) -> None:
     """Raise PlanError where a step in stages has no micro-batches."""
     if request.stages is not None and request.microbatches < 2:
         raise PlanError(
             f"{request.stages}: stages run micro-batches one after the other, and a step has "
-            f"{request.microbatches}: plan with microbatches={4 * request.stages.count}, or as "
+            f"{request.microbatches}: plan with microbatches={4 * _count(request.stages)}, or as "
             "many as divide the batch; the more, the less the ranks wait"
         )
 
 
+def _count(asked: Stages) -> int:
+    """Return the ranks of a pipeline, where they are found."""
+    assert asked.count != "auto"
+    return asked.count
+
+
 def _world_of_one(world: World, asked: Stages) -> World:
     """Return the world of the first of so many equal parts of the ranks."""
+    count = _count(asked)
     if world.links:
         raise LayoutError(f"{asked}: a pipeline on an irregular network: no equal parts are known")
-    left, levels = asked.count, list(world.levels)
+    left, levels = count, list(world.levels)
     for place in reversed(range(len(levels))):
         shared = math.gcd(left, levels[place].ranks)
         ranks = levels[place].ranks // shared
@@ -87,10 +118,10 @@ def _world_of_one(world: World, asked: Stages) -> World:
     if left > 1:
         sizes = " · ".join(str(level.ranks) for level in reversed(world.levels))
         raise LayoutError(
-            f"{asked}: {asked.count} stages do not divide {world.ranks} ranks ({sizes}, outer "
+            f"{asked}: {count} stages do not divide {world.ranks} ranks ({sizes}, outer "
             "first) into equal parts: choose a divisor"
         )
-    size = world.ranks // asked.count
+    size = world.ranks // count
     measured = tuple(m for m in world.measured if m.reach <= size)
     return dataclasses.replace(world, levels=tuple(levels), measured=measured)
 
@@ -104,7 +135,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         return plan
     context, asked = plan.context, request.stages
     assert context is not None
-    pipeline = Pipeline(asked.count, asked.rounds)
+    pipeline = Pipeline(_count(asked), asked.rounds)
     schedule = in_sequence(pipeline)
     if plan.microbatches > 1:
         schedule = actions(asked.schedule, pipeline, plan.microbatches)
@@ -115,7 +146,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     seconds = [_seconds(stage, whole) for stage in stages]
     step = simulated(pipeline, schedule, seconds)
     memory = [
-        _memory_of_rank(stages, schedule, pipeline, rank, plan) for rank in range(asked.count)
+        _memory_of_rank(stages, schedule, pipeline, rank, plan) for rank in range(pipeline.ranks)
     ]
     most = max(memory, key=lambda each: each.peak)
     _require_room(memory, request)
@@ -131,7 +162,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         bound=0.0,
         memory=most,
         peak_bytes=most.peak,
-        device_limit=None if plan.device_limit is None else plan.device_limit / asked.count,
+        device_limit=None if plan.device_limit is None else plan.device_limit / pipeline.ranks,
         smaller=None,
         notes=(*plan.notes, *_notes(stages, seconds, memory, step, pipeline, schedule)),
     )
@@ -237,7 +268,7 @@ def _require_room(memory: Sequence[Memory], request: PlanRequest) -> None:
     assert asked is not None
     if budget is None or budget.memory_bytes is None:
         return
-    limit = budget.memory_bytes / asked.count
+    limit = budget.memory_bytes / _count(asked)
     rank, most = max(enumerate(memory), key=lambda pair: pair[1].peak)
     if most.peak > limit:
         raise PlanError(

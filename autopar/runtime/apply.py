@@ -157,7 +157,7 @@ def agree_on_request(
     asked |= {"recompute": recompute, "overlap": overlap, "outputs": outputs}
     require_same_request(world, inputs, reduce_dtype=reduce_dtype, **asked, **(options or {}))
     common_world = ranks.together(
-        "reading the world", lambda: store.done_on_rank_0(lambda: _named_or_running(world))
+        "reading the world", lambda: store.done_on_rank_0(lambda: named_or_running(world))
     )
     # rank 0's, as all ranks must order sums alike
     common_world = dataclasses.replace(ranks.from_rank_0(common_world))
@@ -167,7 +167,7 @@ def agree_on_request(
     return ranks.together("reading the layout", lambda: of_one_stage(common_world, request))
 
 
-def _named_or_running(world: World | int | Any | None) -> World:
+def named_or_running(world: World | int | Any | None) -> World:
     """Return the world that is named; without one, the running world, as it was calibrated here or
     is assumed, with a warning that says so.
     """

@@ -114,6 +114,7 @@ def _single_layout(value: Any) -> str:
     if isinstance(value, _GRIDS):
         other = ("first", "panels", "sequence", "within", "attention", "schedule")
         numbers = {n: v for n, v in vars(value).items() if n not in other}
+        numbers = {n: v for n, v in numbers.items() if (n, v) != ("count", "auto")}
         wrong = [n for n, v in numbers.items() if isinstance(v, bool) or not isinstance(v, int)]
         fault = f"its {wrong[0]} is no whole number of ranks" if wrong else ""
         if isinstance(value, Stages) and not fault:

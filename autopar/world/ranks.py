@@ -87,7 +87,7 @@ def agree_within(what: str, values: Mapping[int, str]) -> None:
             if there != value:
                 raise RankError(
                     f"the ranks of stage {stage} hold different {what}s: rank {other} {there}, "
-                    f"rank {number} {value}; build the same model from the same configuration on all"
+                    f"rank {number} {value}; build the same model from the same configuration"
                 )
 
 

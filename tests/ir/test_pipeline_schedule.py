@@ -1,4 +1,4 @@
-"""Schedules of pipelines: complete, in an order that can run, with as many in flight as they should."""
+"""Schedules of pipelines: complete, in an order that can run, bubbles, what is in flight."""
 
 from __future__ import annotations
 

@@ -123,6 +123,17 @@ def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
     autopar.verify(model, None, inputs, read)
 
 
+def test_the_number_of_stages_is_found() -> None:
+    model, inputs = gpt()
+    found = autopar.plan(model, 4, inputs, Stages(within="ddp"), microbatches="auto")
+    counts = [
+        autopar.plan(model, 4, inputs, Stages(count, "ddp"), microbatches=parts).step_seconds
+        for count in (2, 4)
+        for parts in (2, 4, 8)
+    ]
+    assert found.step_seconds == pytest.approx(min(counts))
+
+
 def test_more_micro_batches_leave_a_smaller_bubble() -> None:
     model, inputs = gpt()
     plans = [autopar.plan(model, 2, inputs, Stages(2, "ddp"), microbatches=n) for n in (2, 8)]
@@ -137,6 +148,7 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
         (Stages(2, "fsdp"), {}, autopar.PlanError, "a step has 1: plan with microbatches=8"),
         (Stages(3, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "3 stages do not divide 4"),
         (Stages(2, "fsdp", "zb"), {"microbatches": 4}, autopar.PlanError, "unknown schedule 'zb'"),
+        ({"blocks.*": Stages(2, "fsdp")}, {}, autopar.LayoutError, "stages are of a whole model"),
         (Stages(1, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "has 2 or more ranks"),
         (Stages(2, "fsd"), {"microbatches": 4}, autopar.LayoutError, "unknown layout 'fsd'"),
         (
@@ -146,10 +158,10 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
             "no plan fits",
         ),
     ],
-    ids=["no parts", "divisor", "schedule", "one", "within", "memory"],
+    ids=["no parts", "divisor", "schedule", "in a dict", "one", "within", "memory"],
 )
 def test_stages_that_cannot_be_are_refused(
-    layout: Stages, options: dict[str, Any], error: type[Exception], words: str
+    layout: Any, options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     model, inputs = gpt()
     with pytest.raises(error, match=words):
