@@ -18,7 +18,7 @@ import random
 import shutil
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -178,7 +178,11 @@ class Checkpoints:
             "reading the checkpoint", dcp.FileSystemReader(place).read_metadata
         )
         state = self._state()
-        ranks.together("comparing with the checkpoint", lambda: _compare(state, metadata, place))
+        # the ranks of a pipeline hold parameters of their own stages
+        known = {name for names in ranks.all_of([*state["model"]]) for name in names}
+        ranks.together(
+            "comparing with the checkpoint", lambda: _compare(state, known, metadata, place)
+        )
         own = f"random.{ranks.rank()}"
         if own in state and own not in metadata.state_dict_metadata:
             state["random.0"] = state.pop(own)
@@ -310,9 +314,11 @@ def _set_random_state(model: nn.Module, state: Mapping[str, Any]) -> None:
         model.seed = state["dropout"]
 
 
-def _compare(state: Mapping[str, Any], metadata: Metadata, place: Path) -> None:
+def _compare(
+    state: Mapping[str, Any], known: Collection[str], metadata: Metadata, place: Path
+) -> None:
     """Raise InputError where a checkpoint is of another model: with what it lacks and what has
-    another shape.
+    another shape. `known`: the names that the model has on any rank.
     """
     saved = metadata.state_dict_metadata
     wanted = {f"model.{name}": value for name, value in state["model"].items()}
@@ -328,7 +334,7 @@ def _compare(state: Mapping[str, Any], metadata: Metadata, place: Path) -> None:
     faults += [
         f"it has {name}, which the model has not"
         for name in saved
-        if name.startswith("model.") and name not in wanted
+        if name.startswith("model.") and name.removeprefix("model.") not in known
     ]
     for name, value in wanted.items():
         found = saved.get(name)
