@@ -32,12 +32,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Returns (loss, logits). The embedding is the head: the first and last stage share it."""
 
-    def __init__(self, layers: int = 4, dropout: float = 0.0) -> None:
+    def __init__(self, layers: int = 4, dropout: float = 0.0, tied: bool = True) -> None:
         super().__init__()
         self.embed, self.place = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
@@ -47,15 +48,12 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
-def gpt(seed: int | None = 0, dropout: float = 0.0) -> tuple[GPT, tuple[Tensor, Tensor]]:
-    """The model in float64, with numbers from a seed, and its inputs. None: as the caller's
-    generator says.
-    """
+def gpt(seed: int = 0, dropout: float = 0.0) -> tuple[GPT, tuple[Tensor, Tensor]]:
+    """The model in float64, with numbers from a seed, and its inputs."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(WORDS, (ROWS, TOKENS), generator=generator) for _ in range(2))
     labels[:3, 2:] = -100
-    if seed is not None:
-        torch.manual_seed(seed)
+    torch.manual_seed(seed)
     return GPT(dropout=dropout).to(torch.float64), (tokens, labels)
 
 
