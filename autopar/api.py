@@ -330,14 +330,14 @@ def _agreed_stages(
     model: nn.Module,
     world: World | int | Any | None,
     inputs: Inputs,
-    asked: Stages,
+    stages: Stages,
     rest: tuple[Any, ...],
 ) -> tuple[Stages, int]:
     """Return the stages and the parts of a step that are the fastest; rank 0 plans to find them."""
 
     def search() -> tuple[Stages, int]:
-        found = plan(model, named_or_running(world), inputs, asked, *rest)
-        return stages_of(found, asked.within), found.microbatches
+        found = plan(model, named_or_running(world), inputs, stages, *rest)
+        return stages_of(found, stages.within), found.microbatches
 
     return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
 
@@ -430,7 +430,7 @@ def verify(
         part = source if drawn else on_one  # what ranks run is compared, where it drops nothing
         leaves = compare_parts(draws(whole), part, parts, call, tolerance)
     result = compare(on_ranks, on_one, leaves, tolerance)
-    if isinstance(layout, Plan) and layout.cuts:
+    if isinstance(layout, Plan) and layout.stage_starts:
         pipeline.progress("compare stages")
         errors = compare_stages(on_ranks, on_one, parts, call, tolerance)
         result = dataclasses.replace(

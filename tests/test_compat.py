@@ -50,10 +50,10 @@ def test_what_an_adaptive_softmax_returns() -> None:
     assert found._fields == ("output", "loss")
 
 
-@covers("pipelining", "pipeline_actions")
+@covers("pipeline_actions")
 def test_the_actions_of_schedules() -> None:
     """For two ranks and four micro-batches, as torch lists them; a backward in two parts too."""
-    actions = _compat.pipelining.pipeline_actions
+    actions = _compat.pipeline_actions
     forwards, backwards = ([(kind, 0, part) for part in range(4)] for kind in "FB")
     assert actions("GPipe", 2, 1, 4)[0] == [*forwards, *backwards]
     both = actions("Interleaved1F1B", 2, 2, 4)

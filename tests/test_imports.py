@@ -21,8 +21,8 @@ PASSES = ("annotate", "finalize", "hierarchy", "kernel_choice", "draws", "masks"
 
 # What talks to other ranks, and who may.
 TALKS = ("world.ranks", "world.store", "ops.process_groups")
-MAY_TALK = ("world", "ops.process_groups", "ops.devices", "ops.comm", "cost.calibration",
-            "runtime", "api", "cli")  # fmt: skip
+MAY_TALK = ("world", "ops.process_groups", "ops.devices", "ops.comm", "ops.links",
+            "cost.calibration", "runtime", "api", "cli")  # fmt: skip
 
 
 def test_imports_point_one_way() -> None:

@@ -53,6 +53,7 @@ from autopar._compat.compiling import (
     partition,
     takes_a_list,
 )
+from autopar._compat.pipelining import pipeline_actions
 
 
 def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
@@ -466,6 +467,7 @@ __all__ = [
     "next_autograd_step",
     "not_compiled",
     "partition",
+    "pipeline_actions",
     "placing_of",
     "placings_of",
     "process_group",

@@ -56,14 +56,14 @@ class PipelineStep:
 
         >>> stages = [StageSeconds(1.0, 2.0)] * 2
         >>> from autopar.ir.pipeline_schedule import actions
-        >>> simulated(Pipeline(2), actions("1f1b", Pipeline(2), 4), stages).bubble  # of 15 s
+        >>> simulate_pipeline(Pipeline(2), actions("1f1b", Pipeline(2), 4), stages).bubble
         0.19999999999999996
         """
         total = self.seconds * self.ranks
         return 1 - sum(span.end - span.start for span in self.spans) / total if total else 0.0
 
 
-def simulated(
+def simulate_pipeline(
     pipeline: Pipeline,
     schedule: Sequence[Sequence[Action]],
     stages: Sequence[StageSeconds],

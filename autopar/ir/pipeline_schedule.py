@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Literal, NamedTuple
 
-from autopar._compat.pipelining import pipeline_actions
+from autopar._compat import pipeline_actions
 from autopar.errors import PlanError
 
 # By our names: torch's, and whether a rank has more than one stage.

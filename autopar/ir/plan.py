@@ -39,7 +39,8 @@ _FACTS = (
     "device_limit", "replicated_outputs", "microbatches", "sums_once",
     "interleaved", "strided_from", "schedule", "rounds",
 )  # fmt: skip
-_NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit", "cuts")
+_NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit",
+               "stage_starts")  # fmt: skip
 _UNCONVERTED = (
     "world", "rows", "collectives", "memory", "meshes", "smaller", "overlapped", "planned",
     "padding",
@@ -81,7 +82,7 @@ class Decision:
     sums_once: bool = True  # ranks sum every gradient once a step, not once a part
     interleaved: bool = False  # two parts run in turns, so that one computes as the other sends
     # the block that each stage of a pipeline but the first begins with; none without stages
-    cuts: tuple[str, ...] = ()
+    stage_starts: tuple[str, ...] = ()
     schedule: str = ""  # of a pipeline: a name of ir.pipeline_schedule.SCHEDULES
     rounds: int = 1  # stages of a rank
     # tokens: sequences as long, which causal attention reads, may be split by stride
@@ -177,7 +178,7 @@ class Plan(Decision, Figures, Origin):
     @property
     def pipeline(self) -> Pipeline:
         """How the stages lie on ranks; of one rank without stages."""
-        return Pipeline((len(self.cuts) + 1) // self.rounds, self.rounds)
+        return Pipeline((len(self.stage_starts) + 1) // self.rounds, self.rounds)
 
     @property
     def measured(self) -> bool:

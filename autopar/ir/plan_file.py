@@ -179,7 +179,7 @@ class PlanFile:
     microbatches: Annotated[int, Field(ge=1, le=2**20)] = 1
     sums_once: bool = True
     interleaved: bool = False
-    cuts: tuple[str, ...] = ()
+    stage_starts: tuple[str, ...] = ()
     schedule: Literal["", "gpipe", "1f1b", "interleaved", "looped-bfs"] = ""
     rounds: Annotated[int, Field(ge=1, le=2**10)] = 1
     padding: tuple[Padding, ...] = ()

@@ -74,7 +74,7 @@ class Parts:
     results: tuple[State, ...]
 
 
-def whole_batch(program: Program) -> Parts:
+def in_one_part(program: Program) -> Parts:
     """Return how an emitted program of a whole step runs as one part."""
     results: list[State] = [
         "rows" if program.layouts[output.node].shape else "sum"

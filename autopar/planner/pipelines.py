@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.cost.memory import text_of
 from autopar.cost.peak import peak
-from autopar.cost.pipeline import PipelineStep, StageSeconds, simulated
+from autopar.cost.pipeline import PipelineStep, StageSeconds, simulate_pipeline
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
 from autopar.errors import AutoparError, LayoutError, PlanError
@@ -128,7 +128,8 @@ def _world_of_one(world: World, asked: Stages) -> World:
 
 def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Plan:
     """Return the plan of a step in stages, of one for the ranks of a stage; the plan itself where
-    none are asked for. `like`: a plan of the same model whose cuts are kept. Raises PlanError where
+    none are asked for. `like`: a plan of the same model, whose stages begin at the same blocks.
+    Raises PlanError where
     a stage does not fit the memory of a device.
     """
     if request.stages is None:
@@ -139,12 +140,12 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     schedule = in_sequence(pipeline)
     if plan.microbatches > 1:
         schedule = actions(asked.schedule, pipeline, plan.microbatches)
-    cuts = like.cuts if like is not None else _cuts(plan, pipeline)
+    starts = like.stage_starts if like is not None else _starts(plan, pipeline)
     whole = dataclasses.replace(context.program, plan=dataclasses.replace(plan, interleaved=False))
-    stages = cutting.cut(whole, cuts)
+    stages = cutting.cut(whole, starts)
     cutting.check(whole, stages)
     seconds = [_seconds(stage, whole) for stage in stages]
-    step = simulated(pipeline, schedule, seconds)
+    step = simulate_pipeline(pipeline, schedule, seconds)
     memory = [
         _memory_of_rank(stages, schedule, pipeline, rank, plan) for rank in range(pipeline.ranks)
     ]
@@ -153,7 +154,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     planned = dataclasses.replace(
         plan,
         layout=str(dataclasses.replace(asked, within=plan.layout)) if like is None else like.layout,
-        cuts=cuts,
+        stage_starts=starts,
         schedule=asked.schedule,
         rounds=asked.rounds,
         interleaved=False,
@@ -170,7 +171,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     return dataclasses.replace(planned, context=dataclasses.replace(context, program=program))
 
 
-def _cuts(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
+def _starts(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
     """Return where stages begin, so that the slowest computes for as short as can be."""
     context = plan.context
     assert context is not None
@@ -181,13 +182,13 @@ def _cuts(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
 
 def step_of(plan: Plan) -> PipelineStep:
     """Return the simulated step of a plan with stages, made in this process."""
-    assert plan.context is not None and plan.cuts
+    assert plan.context is not None and plan.stage_starts
     program = plan.context.program
     schedule = in_sequence(plan.pipeline)
     if plan.microbatches > 1:
         schedule = actions(plan.schedule, plan.pipeline, plan.microbatches)
-    seconds = [_seconds(stage, program) for stage in cutting.cut(program, plan.cuts)]
-    return simulated(plan.pipeline, schedule, seconds)
+    seconds = [_seconds(stage, program) for stage in cutting.cut(program, plan.stage_starts)]
+    return simulate_pipeline(plan.pipeline, schedule, seconds)
 
 
 def _seconds(stage: Stage, program: Program) -> StageSeconds:

@@ -226,7 +226,7 @@ class Stages:
     ...             x = layer(x).relu()
     ...         return x.square().mean()
     >>> plan = autopar.plan(Net(), 4, (torch.ones(8, 8),), Stages(2, "fsdp"), microbatches=4)
-    >>> plan.cuts, str(plan.mesh)
+    >>> plan.stage_starts, str(plan.mesh)
     (('layers.2',), 'data2')
 
     `count`: "auto" tries every divisor of the ranks and takes the fastest. `within`: the layout of
@@ -323,8 +323,8 @@ class PlanRequest:
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
         summed, strided_from = plan.reduce_dtype, plan.strided_from
         stages = None
-        if plan.cuts:
-            ranks = (len(plan.cuts) + 1) // plan.rounds
+        if plan.stage_starts:
+            ranks = (len(plan.stage_starts) + 1) // plan.rounds
             stages = Stages(ranks, plan.layout, plan.schedule, plan.rounds)
         return PlanRequest(
             layout, budget, summed, overlap, outputs, stages=stages, plan_strided_from=strided_from

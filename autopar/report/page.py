@@ -90,7 +90,7 @@ def render(facts: Facts) -> str:
         },
         others=figures.other_lines(facts),
         tree=Markup(tree_html(facts)),
-        pipeline=Markup(picture(step_of(plan))) if plan.cuts and plan.context else "",
+        pipeline=Markup(picture(step_of(plan))) if plan.stage_starts and plan.context else "",
         cluster=Markup(pictures.cluster(plan.world, list(facts.load))) if facts.load else "",
         block=block,
         before=before,

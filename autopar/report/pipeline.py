@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from autopar.cost.pipeline import PipelineSpan, PipelineStep, StageSeconds, simulated
+from autopar.cost.pipeline import PipelineSpan, PipelineStep, StageSeconds, simulate_pipeline
 from autopar.ir.pipeline_schedule import Pipeline, actions
 
 _WIDTH, _LEFT, _ROW, _GAP, _TOP = 760, 64, 26, 6, 30
@@ -80,7 +80,7 @@ def _example() -> str:
     """Return the picture of four ranks, eight micro-batches, 1F1B."""
     pipeline = Pipeline(4)
     seconds = [StageSeconds(1e-3, 2e-3, end=0.8e-3, send=0.05e-3)] * 4
-    return picture(simulated(pipeline, actions("1f1b", pipeline, 8), seconds), "1f1b")
+    return picture(simulate_pipeline(pipeline, actions("1f1b", pipeline, 8), seconds), "1f1b")
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def open_groups(context: PlanContext, device_type: str) -> DeviceMesh | None:
     if ranks.running() != plan.ranks:
         raise WorldError(
             f"the plan is for {format_ranks(plan.ranks)} (mesh {str(plan.mesh) or 'of one rank'}"
-            f"{f', {plan.pipeline.ranks} times' if plan.cuts else ''}), "
+            f"{f', {plan.pipeline.ranks} times' if plan.stage_starts else ''}), "
             f"{ranks.running()} are running: plan for "
             f"{ranks.running()}, or start {plan.ranks} with torchrun and call "
             "torch.distributed.init_process_group"

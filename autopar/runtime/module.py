@@ -41,7 +41,7 @@ from autopar.runtime.training.module_tree import (
     shadowed_names,
 )
 from autopar.runtime.training.no_sync import NoSync
-from autopar.runtime.training.over_stages import clip_grad_norm, whole
+from autopar.runtime.training.over_stages import clip_grad_norm, unsharded_tensor
 from autopar.runtime.training.pretrained import load_weights, save_pretrained
 from autopar.runtime.training.runners import Runner
 from autopar.runtime.training.step_graph import Seed, StepGraph
@@ -131,11 +131,11 @@ class ParallelState:
             return [self.tensor(name) for name in names]
         return cast(list[torch.Tensor], found)
 
-    def whole(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor of a parameter or buffer, of what this rank has of it.
         Collective.
         """
-        return whole(self.first.run, self.device, name, tensor)
+        return unsharded_tensor(self.first.run, self.device, name, tensor)
 
     def attribute(self, name: str) -> Any:
         """Return the plain attribute of a module, None where there is none of this name."""
@@ -284,7 +284,9 @@ class ParallelModule(Inspection, nn.Module):
         state = self._autopar
         with state.root.restored(self):  # with the parameters of other stages, too
             tensors = state.stored.each()
-        save_pretrained(folder, tensors, state.whole, getattr(self, "config", None), file_bytes)
+        save_pretrained(
+            folder, tensors, state.full_tensor, getattr(self, "config", None), file_bytes
+        )
 
     def unshard(
         self, rank: int | None = None, device: torch.device | str | None = None
@@ -306,7 +308,7 @@ class ParallelModule(Inspection, nn.Module):
         """
         self._autopar.stored.has_numbers()
         place = self._autopar.device if device is None else torch.device(device)
-        return unsharded(self, self._autopar.root, self._autopar.whole, rank, place)
+        return unsharded(self, self._autopar.root, self._autopar.full_tensor, rank, place)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients such that the norm of all of them together is at most `max_norm`, and
@@ -552,7 +554,7 @@ def parameters_elsewhere(plan: Plan, program: Program) -> tuple[str, ...]:
     """Return the names of the parameters that other stages of a pipeline hold, and not this rank's:
     those of the planned program that this rank's has not.
     """
-    if not plan.cuts:
+    if not plan.stage_starts:
         return ()
     assert plan.context is not None
     own = {entry.node for entry in program.signature.inputs}

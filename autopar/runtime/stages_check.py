@@ -22,7 +22,7 @@ from autopar.ir.pipeline_schedule import Action, actions, in_sequence
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.links import Links
-from autopar.passes.microbatches import Parts, whole_batch
+from autopar.passes.microbatches import Parts, in_one_part
 from autopar.passes.stages import Stage, cut
 from autopar.runtime import lockstep
 from autopar.runtime.parts_check import leaves_of_parts
@@ -56,19 +56,21 @@ def compare_stages(
     parameter and the rank.
     """
     plan = program.plan
-    assert plan is not None and plan.cuts
-    parts = parts or whole_batch(program)
+    assert plan is not None and plan.stage_starts
+    parts = parts or in_one_part(program)
     pipeline = plan.pipeline
     schedule = in_sequence(pipeline)
     if parts.count > 1:
         schedule = actions(plan.schedule, pipeline, parts.count)
-    stages = cut(program, plan.cuts)
+    stages = cut(program, plan.stage_starts)
     with double_by_default():
         totals = None
         if parts.totals is not None:
             totals = to_float64(Program(parts.totals, program.signature)).module
         calls = leaves_of_parts(inputs, parts, totals)
-        expected = _train(lambda own: _on_one(reference, calls, own), _whole(reference))
+        expected = _train(
+            lambda own: _loss_on_a_device(reference, calls, own), _own_parameters(reference)
+        )
         ranks = lockstep.run(
             plan.mesh,
             lambda rank: _on_rank(rank, program, parts, stages, schedule, calls),
@@ -93,7 +95,7 @@ def compare_stages(
 
 
 # -- one device ------------------------------------------------------------------------------------
-def _whole(reference: Program) -> dict[str, Tensor]:
+def _own_parameters(reference: Program) -> dict[str, Tensor]:
     return {
         e.node: reference.tensors[e.target].detach().clone().requires_grad_(e.trainable)
         for e in reference.signature.inputs
@@ -101,7 +103,9 @@ def _whole(reference: Program) -> dict[str, Tensor]:
     }
 
 
-def _on_one(reference: Program, calls: Sequence[Sequence[Any]], own: dict[str, Tensor]) -> Tensor:
+def _loss_on_a_device(
+    reference: Program, calls: Sequence[Sequence[Any]], own: dict[str, Tensor]
+) -> Tensor:
     """Return the loss of a step: the sum over its parts."""
     losses = []
     for number, leaves in enumerate(calls):
@@ -151,7 +155,7 @@ class _LockstepRun(StagesRun):
 
     leaves: Sequence[Any] = ()
 
-    def _gathered(self, entry: Input, own: Tensor) -> Tensor:
+    def _gather(self, entry: Input, own: Tensor) -> Tensor:
         assert entry.position is not None
         found: Tensor = self.leaves[entry.position]
         return found

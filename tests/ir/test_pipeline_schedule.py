@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import autopar
-from autopar.cost.pipeline import StageSeconds, simulated
+from autopar.cost.pipeline import StageSeconds, simulate_pipeline
 from autopar.ir.pipeline_schedule import (
     SCHEDULES,
     Action,
@@ -42,7 +42,7 @@ def test_every_forward_and_backward_runs_once_and_the_step_ends(
             if action.kind == "B":
                 assert own.index(Action("F", action.stage, action.part)) < own.index(action)
     stages = [StageSeconds(1.0, 2.0)] * pipeline.stages
-    step = simulated(pipeline, schedule, stages)
+    step = simulate_pipeline(pipeline, schedule, stages)
     assert step.seconds >= 3.0 * parts * pipeline.rounds  # that many seconds a rank computes
 
 
@@ -54,11 +54,11 @@ def test_the_bubbles_are_those_of_the_papers(ranks: int) -> None:
     parts = 2 * ranks
     plain = [StageSeconds(1.0, 2.0)] * ranks
     for name in ("gpipe", "1f1b"):
-        step = simulated(Pipeline(ranks), actions(name, Pipeline(ranks), parts), plain)
+        step = simulate_pipeline(Pipeline(ranks), actions(name, Pipeline(ranks), parts), plain)
         assert step.seconds == pytest.approx(3.0 * (parts + ranks - 1))
     halves = [StageSeconds(0.5, 1.0)] * 2 * ranks
     twice = Pipeline(ranks, 2)
-    step = simulated(twice, actions("interleaved", twice, parts), halves)
+    step = simulate_pipeline(twice, actions("interleaved", twice, parts), halves)
     assert step.seconds == pytest.approx(3.0 * (parts + (ranks - 1) / 2))
 
 
@@ -74,7 +74,7 @@ def test_one_forward_one_backward_holds_few_and_gpipe_all() -> None:
 def test_sends_and_the_end_of_a_step_take_their_time() -> None:
     pipeline = Pipeline(2)
     stages = [StageSeconds(1.0, 2.0, end=0.5, send=0.25)] * 2
-    step = simulated(pipeline, in_sequence(pipeline), stages)
+    step = simulate_pipeline(pipeline, in_sequence(pipeline), stages)
     assert step.seconds == pytest.approx(1 + 0.25 + 3 + 0.25 + 2 + 0.5)
 
 

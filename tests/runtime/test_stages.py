@@ -113,7 +113,7 @@ def test_a_backward_that_runs_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
     model, inputs = gpt()
     plan = autopar.plan(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
-    assert plan.cuts == ("blocks.2",) and plan.ranks == 4 and str(plan.mesh) == "data2"
+    assert plan.stage_starts == ("blocks.2",) and plan.ranks == 4 and str(plan.mesh) == "data2"
     notes = " ".join(plan.notes)
     assert re.search(r"2 stages.*ranks wait \d+% \(the bubble\)", notes)
     assert "stage 1 (2 blocks, blocks.2 to blocks.3)" in notes and "1 in flight" in notes

@@ -22,7 +22,9 @@ from autopar._compat import local_of
 from autopar.runtime.training.stages_run import StagesRun
 
 
-def whole(run: Callable[..., Any], device: torch.device, name: str, tensor: Tensor) -> Tensor:
+def unsharded_tensor(
+    run: Callable[..., Any], device: torch.device, name: str, tensor: Tensor
+) -> Tensor:
     """Return the whole tensor of a parameter or buffer, on every rank. Collective. `tensor`: what
     this rank has of it, which of parameters of other stages is on the meta device.
     """

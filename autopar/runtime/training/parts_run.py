@@ -182,7 +182,7 @@ class PartsRun:
         if self._parts.totals is None:
             return []
         at = {e.position: i for i, e in enumerate(self._own) if e.kind == "user"}
-        whole = [self._gathered(self._own[at[p]], own[at[p]]) for p in self._parts.reads]
+        whole = [self._gather(self._own[at[p]], own[at[p]]) for p in self._parts.reads]
         shares = []
         for part in range(self.count):
             rows = (
@@ -192,7 +192,7 @@ class PartsRun:
             shares.append(self._parts.totals(*rows))
         return [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*shares, strict=True)]
 
-    def _gathered(self, entry: Input, own: Tensor) -> Tensor:
+    def _gather(self, entry: Input, own: Tensor) -> Tensor:
         layout = self._batch_layouts[entry.node]
         if self._mesh is None or not layout.axes_of("S"):
             return own

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.ir.pipeline_schedule import actions, in_sequence
 from autopar.ir.program import Program
 from autopar.ops.links import Links
-from autopar.passes.microbatches import whole_batch
+from autopar.passes.microbatches import in_one_part
 from autopar.passes.stages import cut
 from autopar.planner.plan_context import PlanContext
 from autopar.runtime.apply import build_runner, open_groups
@@ -43,7 +43,7 @@ def rank_runner(
 ) -> Runner:
     """Return what runs a plan's graph on this rank. Collective. Raises as `build_runner` does."""
     program = dataclasses.replace(context.program, plan=context.plan)
-    if context.plan.cuts:
+    if context.plan.stage_starts:
         return _stages_runner(context, program, device, backend, overlap)
     device_mesh, run = build_runner(context, device.type, backend, overlap)
     if context.parts is None:
@@ -63,13 +63,13 @@ def _stages_runner(
     as one micro-batch, which goes through the stages from the first to the last.
     """
     plan = context.plan
-    pipeline, parts = plan.pipeline, context.parts or whole_batch(program)
+    pipeline, parts = plan.pipeline, context.parts or in_one_part(program)
     device_mesh = open_groups(context, device.type)
     links = ranks.together(
         "opening process groups", partial(Links, plan.mesh, pipeline.ranks, ranks.rank())
     )
     world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
-    stages = cut(program, plan.cuts)
+    stages = cut(program, plan.stage_starts)
     own = [stages[number] for number in pipeline.stages_of(links.copy)]
     runs = {stage.number: runner(stage.program, world, backend, overlap) for stage in own}
     if parts.count > 1:
