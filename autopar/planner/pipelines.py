@@ -129,8 +129,7 @@ def _world_of_one(world: World, asked: Stages) -> World:
 def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Plan:
     """Return the plan of a step in stages, of one for the ranks of a stage; the plan itself where
     none are asked for. `like`: a plan of the same model, whose stages begin at the same blocks.
-    Raises PlanError where
-    a stage does not fit the memory of a device.
+    Raises PlanError where a stage does not fit the memory of a device.
     """
     if request.stages is None:
         return plan
