@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ VERIFIED: list[tuple[Stages, int, int]] = [
     (Stages(4, "fsdp"), 8, 4),
     (Stages(4, Grid4D(x=2, y=2)), 16, 4),
 ]
-QUICK = {str(VERIFIED[1][0]), str(VERIFIED[2][0])}
+QUICK = str(VERIFIED[1][0])
 TOLERANCE = 1e-9
 
 
@@ -34,7 +35,7 @@ TOLERANCE = 1e-9
     ("layout", "ranks", "parts"),
     [
         pytest.param(
-            *case, marks=() if str(case[0]) in QUICK else pytest.mark.slow, id=str(case[0])
+            *case, marks=() if str(case[0]) == QUICK else pytest.mark.slow, id=str(case[0])
         )
         for case in VERIFIED
     ],
@@ -94,6 +95,7 @@ def test_a_gradient_that_is_not_summed_over_stages_is_seen(monkeypatch: pytest.M
         autopar.verify(model, 2, inputs, Stages(2, "ddp"), microbatches=4)
 
 
+@pytest.mark.slow
 def test_a_backward_that_runs_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from autopar.runtime.training import stages_run
 
@@ -120,18 +122,28 @@ def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     read = autopar.Plan.load(tmp_path / "plan.json")
     assert read == plan and read.schedule == "1f1b"
-    autopar.verify(model, None, inputs, read)
 
 
+@pytest.mark.slow
+def test_a_plan_from_a_file_is_verified(tmp_path: Path) -> None:
+    model, inputs = gpt()
+    plan = autopar.plan(model, 4, inputs, Stages(2, "megatron"), microbatches=2)
+    plan.save(tmp_path / "plan.json")
+    autopar.verify(model, None, inputs, autopar.Plan.load(tmp_path / "plan.json"))
+
+
+@pytest.mark.slow
 def test_the_number_of_stages_is_found() -> None:
     model, inputs = gpt()
-    found = autopar.plan(model, 4, inputs, Stages(within="ddp"), microbatches="auto")
-    counts = [
-        autopar.plan(model, 4, inputs, Stages(count, "ddp"), microbatches=parts).step_seconds
-        for count in (2, 4)
-        for parts in (2, 4, 8)
-    ]
-    assert found.step_seconds == pytest.approx(min(counts))
+    best = autopar.plan(model, 4, inputs, Stages(within="ddp"), microbatches="auto")
+    seconds = []
+    for count in (2, 4):
+        for parts in (2, 4, 8):
+            with contextlib.suppress(autopar.LayoutError):  # 8 parts have a row, not one a rank
+                layout = Stages(count, "ddp")
+                plan = autopar.plan(model, 4, inputs, layout, microbatches=parts)
+                seconds.append(plan.step_seconds)
+    assert len(seconds) == 5 and best.step_seconds == pytest.approx(min(seconds))
 
 
 def test_more_micro_batches_leave_a_smaller_bubble() -> None:
