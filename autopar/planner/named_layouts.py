@@ -81,8 +81,7 @@ def meshes_with_rules(
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)
         return
-    if isinstance(layout, Stages):
-        raise LayoutError(f"{layout}: stages are of a whole model: give them as the layout itself")
+    assert not isinstance(layout, Stages)  # pipelines.py plans what is within them
     refused: LayoutError | None = None
     fitting = False
     for grid in _grids(layout, ranks):

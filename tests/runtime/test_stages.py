@@ -160,7 +160,7 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
         (Stages(2, "fsdp"), {}, autopar.PlanError, "a step has 1: plan with microbatches=8"),
         (Stages(3, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "3 stages do not divide 4"),
         (Stages(2, "fsdp", "zb"), {"microbatches": 4}, autopar.PlanError, "unknown schedule 'zb'"),
-        ({"blocks.*": Stages(2, "fsdp")}, {}, autopar.LayoutError, "stages are of a whole model"),
+        ({"blocks.*": Stages(2, "fsdp")}, {}, autopar.LayoutError, "is no layout: a name"),
         (Stages(1, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "has 2 or more ranks"),
         (Stages(2, "fsd"), {"microbatches": 4}, autopar.LayoutError, "unknown layout 'fsd'"),
         (
