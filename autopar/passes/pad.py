@@ -505,7 +505,8 @@ class _Padding:
         """Return the node that has a value with its padding, made of zeros before `before`."""
         value = producer(node)
         if value not in self.padded:
-            self.padded[value] = self._remade(node, before, value, True)
+            self.padded[value] = padded = self._remade(node, before, value, True)
+            self.spread.note((padded.name, 0), self.spread.atoms(value))
         return self.padded[value]
 
     def _without_padding(self, node: fx.Node, before: fx.Node) -> fx.Node:
@@ -632,8 +633,10 @@ class _Padding:
         assert operand is not None
         value, masked = producer(operand), operand
         whole = operand.meta["val"]
+        pads = [pad for pad in self.spread.pads(value) if pad.atom in self.spread.rows]
+        assert pads, f"{operand} has no copies that {node} could leave out"
         with self.graph.inserting_before(node):
-            for pad in (p for p in self.spread.pads(value) if p.atom in self.spread.rows):
+            for pad in pads:
                 index = made(
                     self.graph,
                     aten.arange.default,
