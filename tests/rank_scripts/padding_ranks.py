@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 import padded_models
+import uneven_batches
 from autopar.world import ranks
 from on_ranks import Facts, everywhere, run_tasks
 
@@ -77,5 +80,38 @@ def train() -> Facts:
     return facts
 
 
+def last_batch(name: str) -> Facts:
+    """A module planned for 8 rows meets 7, in training and in eval, and one is planned for 7."""
+    (model, eight), (_, seven) = (uneven_batches.CASES[name](rows) for rows in (8, 7))
+    model, eight, seven = model.double(), doubled(eight), doubled(seven)
+    facts: Facts = {"padding": [], "errors": []}
+    for planned, calls in ((eight, (eight, seven)), (seven, (seven,))):
+        par = autopar.parallelize(copy.deepcopy(model), inputs=planned, layout="fsdp")
+        for inputs in calls:
+            for each in (model, par):
+                each.zero_grad()
+                called(each, inputs).backward()
+            facts["errors"].append(largest_error(gradients(par), gradients(model)))
+            graph = [par._autopar.first, *par._autopar.graphs.others][-1]
+            padding = graph.program.plan.padding
+            facts["padding"].append([(each.size, each.padded) for each in padding])
+    with torch.no_grad():
+        pair = [float(called(m.eval(), seven)) for m in (model, par)]
+    facts["errors"].append(abs(pair[1] / pair[0] - 1))
+    return facts
+
+
+def doubled(inputs: Any) -> Any:
+    """Floating tensors in float64."""
+    if isinstance(inputs, dict):
+        return inputs
+    return tuple(x.double() for x in inputs)
+
+
+def called(model: nn.Module, inputs: Any) -> Tensor:
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
+
+
 if __name__ == "__main__":
-    run_tasks({"train": train})
+    tasks = {f"last_batch {name}": partial(last_batch, name) for name in uneven_batches.CASES}
+    run_tasks({"train": train, **tasks})

@@ -50,7 +50,9 @@ COUNTED: dict[str, Loss] = {
     ),
     "cosine": lambda m, x, y: F.cosine_embedding_loss(x, y, y[:, 0].sign()),
     "cross entropy": lambda m, x, y: F.cross_entropy(x, _labels(y), label_smoothing=0.1),
-    "weighted": lambda m, x, y: F.cross_entropy(x, _labels(y), weight=m.norm.weight[:16].detach() + 1),
+    "weighted": lambda m, x, y: F.cross_entropy(
+        x, _labels(y), weight=m.norm.weight[:16].detach() + 1
+    ),
     "sum of entropies": lambda m, x, y: F.cross_entropy(x, _labels(y), reduction="sum"),
     "entropies": lambda m, x, y: (
         F.cross_entropy(x, _labels(y), reduction="none").sum() / (_labels(y) >= 0).sum()
