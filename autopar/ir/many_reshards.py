@@ -26,7 +26,15 @@ Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 _NONE = len(ORDER)  # no change, or one that no single step makes: to another digit of a dim
-_PLACE = {tuple(kind.split("->")): place for place, kind in enumerate(ORDER)}
+_LETTERS = "IRPS"
+_SHARD = _LETTERS.index("S")
+# the place in ORDER of a change from one kind of state to another
+_PLACES = np.array(
+    [
+        [ORDER.index(f"{a}->{b}") if f"{a}->{b}" in ORDER else _NONE for b in _LETTERS]
+        for a in _LETTERS
+    ]
+)
 _JOINT = np.array([*("S" not in kind for kind in ORDER), False])
 _TO_SHARD = np.array([*(kind.endswith("S") for kind in ORDER), False])
 _GATHER = ORDER.index("S->R")
@@ -48,7 +56,6 @@ def steps_between(sources: Sequence[Layout], targets: Sequence[Layout]) -> Itera
     Pair i * len(targets) + j leads from source i to target j; all have one shape and mesh.
     """
     first = sources[0]
-    assert all(x.shape == first.shape and x.mesh == first.mesh for x in (*sources, *targets))
     mesh, states = first.mesh, [R, *{s: None for x in (*sources, *targets) for s in x.states}]
     numbers = {state: number for number, state in reversed([*enumerate(states)])}
     rules = _Rules(mesh, first.shape, states)
@@ -75,26 +82,34 @@ def steps_between(sources: Sequence[Layout], targets: Sequence[Layout]) -> Itera
 class _Rules:
     """What states allow, as tables by their numbers; the number of R is 0. Arrays of layouts are
     [pair, axis].
+
+    `change`: the place in ORDER of a change of one axis. `fits`: whether an axis may hold a digit
+    of its dim. `adjoin`: whether the digit of axis q directly follows that of axis p, true of equal
+    states without digits. `agree`: whether the digits of two axes overlap in no dim.
     """
 
     def __init__(self, mesh: Mesh, shape: tuple[int, ...], states: Sequence[State]) -> None:
         sizes, self.axes = [axis.size for axis in mesh.axes], range(len(mesh.axes))
         self.sizes, self.total = np.array(sizes, dtype=np.int64), math.prod(shape)
-        self.shard = np.array([state.kind == "S" for state in states])
-        self.kind = np.array(["IRPS".index(state.kind) for state in states])
-        self.change = np.array([[_change(old, new) for new in states] for old in states])
-        self.fits = np.array(
-            [[s.kind != "S" or not shape[s.dim] % (s.stride * n) for s in states] for n in sizes]
-        )
-        pairs = [(p, q) for p in self.axes for q in self.axes if p != q]
+        letters = np.array([_LETTERS.index(state.kind) for state in states])
+        dims = np.array([state.dim for state in states])
+        strides = np.array([max(1, state.stride) for state in states])
+        self.kind, self.shard = letters, letters == _SHARD
+        shards = self.shard[:, None] & self.shard
+        one_dim = shards & (dims[:, None] == dims)
+        same = one_dim | ((letters[:, None] == letters) & ~shards)
+        self.change = np.where(same, _NONE, _PLACES[letters[:, None], letters])
+        extents = np.array([*shape, 1])[dims]  # of other states than shards that of no dim
+        self.fits = [~self.shard | (extents % (strides * n) == 0) for n in sizes]
         self.adjoin = {
-            (p, q): np.array([[_adjoin(a, b, sizes[q]) for b in states] for a in states])
-            for p, q in pairs
-            if p < q
+            (p, q): np.where(shards, one_dim & (strides[:, None] == strides * sizes[q]), same)
+            for p, q in itertools.combinations(self.axes, 2)
         }
         self.agree = {
-            (p, q): np.array([[_agree(a, sizes[p], b, sizes[q]) for b in states] for a in states])
-            for p, q in pairs
+            (p, q): ~one_dim
+            | (strides[:, None] % (strides * sizes[q]) == 0)
+            | (strides % (strides[:, None] * sizes[p]) == 0)
+            for p, q in itertools.permutations(self.axes, 2)
         }
 
     def local_sizes(self, layouts: Numbers) -> Numbers:
@@ -181,24 +196,3 @@ class _Rules:
 
         runs, _ = self._chains(together, taken)
         return np.asarray(runs[every, first])
-
-
-def _change(old: State, new: State) -> int:
-    """Return the place in ORDER of a change of one axis, _NONE where no step makes it."""
-    if old == new or (old.kind == new.kind == "S" and old.dim == new.dim):
-        return _NONE
-    return _PLACE[old.kind, new.kind]
-
-
-def _adjoin(outer: State, inner: State, size: int) -> bool:
-    """Whether the inner digit, of `size`, directly follows the outer one; true without digits."""
-    if outer.kind != "S" or inner.kind != "S":
-        return outer.kind == inner.kind
-    return outer.dim == inner.dim and outer.stride == inner.stride * size
-
-
-def _agree(one: State, size: int, other: State, other_size: int) -> bool:
-    """Whether two axes may hold these states at once: digits of one dim do not overlap."""
-    if one.kind != "S" or other.kind != "S" or one.dim != other.dim:
-        return True
-    return not one.stride % (other.stride * other_size) or not other.stride % (one.stride * size)

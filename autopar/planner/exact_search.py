@@ -377,7 +377,7 @@ class Search:
 
 
 # -- tables of reshards ----------------------------------------------------------------------------
-_MANY = 1 << 10  # pairs of layouts from which on they are priced as arrays
+_MANY = 1 << 9  # pairs of layouts from which on they are priced as arrays
 
 
 class Want(NamedTuple):
