@@ -12,7 +12,7 @@ was used or a dim grew by more than a hundredth: the plan with padding is taken 
 shorter. A model whose dims divide is searched once.
 
 An annotated program, a world, a request and the search enter; the program with its plan leaves,
-padded or as it was. `with_padding_of` pads a program again as a plan says, `search_beside` pads the
+padded or as it was. `with_padding_of` pads a program again as a plan says, `search_with_rows_padded` pads the
 rows of a further call of a model. Called by planner.py.
 """
 
@@ -115,7 +115,7 @@ def _sizes_of(program: Program, plan: Plan) -> Sizes:
     return sizes
 
 
-def search_beside(search: Search, program: Program, plan: Plan) -> Program:
+def search_with_rows_padded(search: Search, program: Program, plan: Plan) -> Program:
     """Return the annotated program of a further call, padded where `plan` stores padded parameters,
     with the plan of `search`; with padded rows, where that plan is the faster one.
     """

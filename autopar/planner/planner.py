@@ -22,7 +22,7 @@ from autopar.planner.bound import bound
 from autopar.planner.constraint import Constraint
 from autopar.planner.contender import Contender
 from autopar.planner.fit import fit
-from autopar.planner.padding import search_beside, search_with_padding
+from autopar.planner.padding import search_with_rows_padded, search_with_padding
 from autopar.planner.part_plans import plan_of_part
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.plan_context import fingerprint
@@ -78,7 +78,7 @@ def choose_on_stored(manager: PassManager, program: Program, world: World, plan:
     """
 
     def choose(program: Program) -> Program:
-        return search_beside(search, program, plan)
+        return search_with_rows_padded(search, program, plan)
 
     def search(program: Program) -> Program:
         constraint = Constraint(plan.layout, stored=plan.stored)
