@@ -12,8 +12,8 @@ was used or a dim grew by more than a hundredth: the plan with padding is taken 
 shorter. A model whose dims divide is searched once.
 
 An annotated program, a world, a request and the search enter; the program with its plan leaves,
-padded or as it was. `with_padding_of` pads a program again as a plan says, `search_with_rows_padded` pads the
-rows of a further call of a model. Called by planner.py.
+padded or as it was. `with_padding_of` pads a program again as a plan says;
+`search_with_rows_padded` pads the rows of a further call of a model. Called by planner.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from autopar.planner.bound import bound
 from autopar.planner.constraint import Constraint
 from autopar.planner.contender import Contender
 from autopar.planner.fit import fit
-from autopar.planner.padding import search_with_rows_padded, search_with_padding
+from autopar.planner.padding import search_with_padding, search_with_rows_padded
 from autopar.planner.part_plans import plan_of_part
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.plan_context import fingerprint
