@@ -24,7 +24,8 @@ from torch import fx
 from autopar.cost.algorithms import Algorithm, algorithms, flat_algorithms
 from autopar.cost.network import Pattern, pattern, size
 from autopar.ir.graph import every_node
-from autopar.ir.layout import TRAFFIC, Element, Layout, Step, Traffic
+from autopar.ir.layout import ORDER, TRAFFIC, Element, Layout, Step, Traffic
+from autopar.ir.many_reshards import steps_between
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Atom, Program
 from autopar.ops.collectives import hierarchy_of
@@ -236,6 +237,32 @@ def path_parts(path: Sequence[Step], element: Element, world: World) -> tuple[fl
         ):
             sending += seconds
     return in_memory, sending
+
+
+def parts_between(
+    sources: Sequence[Layout], targets: Sequence[Layout], element: Element, world: World
+) -> NDArray[np.float64]:
+    """Return `path_parts` for each pair of layouts, [source, target, 2]: for many of them at once
+    in a hundredth of the time.
+    """
+    mesh = sources[0].mesh
+    parts = np.zeros((len(sources) * len(targets), 2))
+    for steps in steps_between(sources, targets):
+        everything = 1 << len(mesh.axes)  # more than the bits of all axes
+        keys = (steps.elements * len(ORDER) + steps.kinds) * everything + steps.axes
+        alike, which = np.unique(keys, return_inverse=True)
+        in_memory, sending = [], []
+        for key in alike.tolist():
+            rest, bits = divmod(key, everything)
+            elements, kind = divmod(rest, len(ORDER))
+            axes = tuple(name for place, name in enumerate(mesh.names) if bits >> place & 1)
+            found = _step_seconds(ORDER[kind], axes, mesh, elements, element, world)
+            in_memory.append(elements * element.bytes / world.device.memory_bytes_per_s)
+            sending.append([*found, 0.0, 0.0, 0.0][:3])
+        parts[steps.pairs, 0] += np.array(in_memory)[which]
+        for seconds in np.array(sending).T:  # in the order in which `path_parts` adds them
+            parts[steps.pairs, 1] += seconds[which]
+    return parts.reshape(len(sources), len(targets), 2)
 
 
 @lru_cache(maxsize=1 << 18)

@@ -232,7 +232,9 @@ class Program:
         return Element(own_bytes, summed_bytes, self.counting.share, again)
 
     def pads(self, placeholder: str) -> tuple[Pad, ...]:
-        """Return the padding of an input of the graph, which the model has without it."""
+        """Return the padding of an input of the graph, which the model and the user have without
+        it.
+        """
         return self.padding.get((placeholder, 0), ())
 
 

@@ -30,7 +30,8 @@ from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 aten = torch.ops.aten
 
 # In the meta of a softmax or a cross entropy whose dim is padded: the size of that dim without its
-# padding, which must not count (passes/pad.py).
+# padding, which must not count (passes/pad.py). In that of a mean over padded rows: of how many
+# numbers each mean is.
 UNPADDED = "unpadded"
 
 
@@ -287,12 +288,15 @@ def _normalised_from(call: Call, first: int) -> fx.Node:
 # -- sums ------------------------------------------------------------------------------------------
 @_emits(aten.mean.dim, aten.mean.default)
 def _mean(call: Call) -> fx.Node:
-    """Emit the local mean times local count / global count: a partial value of the mean."""
+    """Emit the local mean times local count / global count: a partial value of the mean. Padding
+    does not count.
+    """
     layout, result = call.operand_layouts[0], call.results[0]
     assert layout is not None
     mean = call.again(call.values())
     local_count = layout.local_size / result.local_size
     count = math.prod(layout.shape) / math.prod(result.shape)
+    count = call.node.meta.get(UNPADDED, count)
     return mean if local_count == count else call.emit(aten.mul.Tensor, mean, local_count / count)
 
 

@@ -11,6 +11,11 @@ is summed against zeros, masked by an op that knows its unpadded size (softmax, 
 sliced off. All other ops take the values without padding. The gradient of the padding is finite and
 no parameter's.
 
+Rows of the batch are padded with copies of the first ones: seven rows on four ranks become eight,
+the last like the first. Whatever an op does to each row by itself, it can do to a copy. A sum over
+rows takes zeros for the copies, a mean divides by the seven, a cross entropy ignores the copies.
+Where an op mixes rows in another way (a batch norm), no row is padded.
+
 An annotated Program and the padded size of some of its atoms enter; a traced Program leaves, with
 `padding`. planner/padding.py decides what to pad and annotates the result.
 """
@@ -20,18 +25,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.ir.graph import computed, copied, producer
-from autopar.ir.padding import Pad, padded_shape
-from autopar.ir.program import Program, Value, returned_names, same_inputs
+from autopar._compat import OpOverload
+from autopar.ir.dim_roles import dim_kinds
+from autopar.ir.graph import computed, copied, made, producer
+from autopar.ir.padding import Pad, padded_shape, unpadded_shape
+from autopar.ir.program import Atom, Program, Value, returned_names, same_inputs
 from autopar.ir.sharding_rule import (
     HEADS_OF_A_KEY,
     KEY_HEADS,
+    TABLE,
     OpShardingRule,
     bound,
     operands_of,
@@ -40,6 +48,8 @@ from autopar.ir.sharding_rule import (
 )
 from autopar.ops.experts import experts_op
 from autopar.ops.local import UNPADDED
+from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
+from autopar.ops.rules.shapes import FILLS, NEW_FILLS
 
 aten = torch.ops.aten
 
@@ -103,6 +113,11 @@ _SOFTMAXES = {
     aten._log_softmax.default,
 }
 _NORMS = {aten.layer_norm.default, aten.rms_norm.default}
+_SUMS = {aten.sum.default, aten.sum.dim_IntList}
+_MEANS = {aten.mean.default, aten.mean.dim}
+_OF_CLASSES = {aten.cross_entropy_loss.default, aten.nll_loss_nd.default}  # or of probabilities
+_OF_ENTRIES = {*ENTRYWISE_LOSSES, *ROW_LOSSES}
+_NONE, _MEAN = 0, 1  # aten's numbers of reductions; a sum is 2
 
 
 def pad(program: Program, sizes: Mapping[int, int]) -> Program:
@@ -161,6 +176,9 @@ class _Spread:
         self.padded: set[Value] = set()
         self.zeros: set[Value] = set()
         self.weights = weights_of(program)
+        self.rows = dim_kinds(program).batch & sizes.keys()
+        self.fed = {e.node for e in program.signature.inputs if e.kind == "user"}
+        self._dims: dict[Value, Sequence[Sequence[Atom]]] = {}
         self._pads: dict[Value, tuple[Pad, ...]] = {}
 
     def run(self) -> set[int]:
@@ -172,10 +190,12 @@ class _Spread:
         for node in self.program.module.graph.nodes:
             if node.op == "placeholder":
                 self.stored(node)
+                if (node.name, 0) in self.weights:  # a row of numbers is trained for each sample
+                    refused |= {p.atom for p in self.pads((node.name, 0))} & self.rows
             elif node.op != "call_function" or node.target is operator.getitem:
                 continue
-            elif self.begins(node) and not takes_plain(node):
-                wrong = self.unsound(node)
+            elif self.begins(node) and not self.takes_plain(node):
+                wrong = self.unsound(node) or self.of_fixed_size(node)
                 refused |= wrong
                 inner |= self.inner(node)
                 if not wrong:
@@ -185,11 +205,20 @@ class _Spread:
     def pads(self, value: Value) -> tuple[Pad, ...]:
         """Return the padding that a value would have."""
         if value not in self._pads:
-            self._pads[value] = tuple(self._found(value))
+            self._pads[value] = tuple(self._found(self.atoms(value)))
         return self._pads[value]
 
-    def _found(self, value: Value) -> Iterator[Pad]:
-        for dim, atoms in enumerate(self.notes.dims.get(value, ())):
+    def atoms(self, value: Value) -> Sequence[Sequence[Atom]]:
+        """Return the atoms of the dims of a value, as they are without padding."""
+        return self._dims.get(value) or self.notes.dims.get(value, ())
+
+    def note(self, value: Value, dims: Sequence[Sequence[Atom]]) -> None:
+        """Note a further value of the padded graph, whose dims consist of these atoms."""
+        self._dims[value] = dims
+        self.padded.add(value)
+
+    def _found(self, dims: Sequence[Sequence[Atom]]) -> Iterator[Pad]:
+        for dim, atoms in enumerate(dims):
             for place, atom in enumerate(atoms):
                 if atom.number in self.sizes:
                     before, after = (
@@ -201,10 +230,14 @@ class _Spread:
 
     def stored(self, node: fx.Node) -> bool:
         """Whether a placeholder enters the graph with its padding, and so is stored in parts of it:
-        a parameter each of whose padded dims is padded as a whole. All else is padded where it is
-        used.
+        a parameter each of whose padded dims is padded as a whole; or whether it is an input of the
+        user whose rows are padded at their end. All else is padded where it is used.
         """
         pads = self.pads((node.name, 0))
+        if node.name in self.fed:
+            is_fed = bool(pads) and all(p.atom in self.rows and p.outer == 1 for p in pads)
+            self.padded |= {(node.name, 0)} if is_fed else set()
+            return is_fed
         is_stored = (
             bool(pads)
             and (node.name, 0) in self.weights
@@ -217,11 +250,22 @@ class _Spread:
 
     def begins(self, node: fx.Node) -> bool:
         """Whether a node gets padding: of an operand that has it, or of a weight, to which it is
-        added there.
+        added there; or whether it repeats a number or a row for every row.
         """
         values = [producer(n) for n in node.all_input_nodes]
+        repeats = node.target in FILLS or node.target is aten.expand.default
         return any(
             value in self.padded or value in self.weights for value in values if self.pads(value)
+        ) or (repeats and any(pad.atom in self.rows for pad in self.pads((node.name, 0))))
+
+    def takes_plain(self, node: fx.Node) -> bool:
+        """Whether a node always takes values without padding, though more may move for it."""
+        if node.target is not aten.nll_loss_nd.default:
+            return node.op == "output"
+        return any(
+            pad.atom not in self.rows
+            for n in node.all_input_nodes
+            for pad in self.pads(producer(n))
         )
 
     def spread(self, node: fx.Node) -> None:
@@ -247,9 +291,39 @@ class _Spread:
         wrong: set[int] = set()
         for atom in {pad.atom for pads in self._all_pads(node) for pad in pads}:
             own = {f for f, atoms in factors.items() if any(a.number == atom for a in atoms)}
-            if not own or not self._is_known(node, spec) or not self._is_sound(node, spec, own):
+            is_sound = self._keeps_rows if atom in self.rows else self._is_sound
+            if not own or not self._is_known(node, spec) or not is_sound(node, spec, own):
                 wrong.add(atom)
         return wrong
+
+    def of_fixed_size(self, node: fx.Node) -> set[int]:
+        """Return the rows of a node whose arguments say how many there are, in a way that is not
+        written anew with the padded number.
+        """
+        wrong = {pad.atom for pads in self._all_pads(node) for pad in pads} & self.rows
+        if not wrong or node.target in (*_SIZES, *_PIECES, *FILLS, *NEW_FILLS):
+            return set()
+
+        def padded(operand: fx.Node) -> Any:
+            value = operand.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                return value
+            shape = padded_shape(shape_of(value), self.pads(producer(operand)))
+            return value if shape == shape_of(value) else value.new_empty(shape)
+
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), padded)
+        assert callable(node.target)
+        try:
+            found = node.target(*args, **kwargs)
+        except (RuntimeError, ValueError, IndexError):
+            return wrong
+        found = list(found) if isinstance(found, list | tuple) else [found]
+        for index, (value, own) in enumerate(zip(found, results_of(node), strict=True)):
+            if isinstance(value, torch.Tensor):
+                expected = padded_shape(shape_of(own), self.pads((node.name, index)))
+                if shape_of(value) != expected:
+                    return wrong
+        return set()
 
     def inner(self, node: fx.Node) -> set[int]:
         """Return the padded atoms of a node that lie inside another one in a dim."""
@@ -302,6 +376,40 @@ class _Spread:
             return all(self._is_kept(spec, f) for f in padded)
         carried = target in _MOVES or target in _FINITE or target in _NORMS
         return carried and all(self._is_kept(spec, f) for f in padded)
+
+    def _keeps_rows(self, node: fx.Node, spec: OpShardingRule, rows: set[str]) -> bool:
+        """Whether a node does the same to each of these rows by itself, or can leave the copies out
+        of what it sums.
+        """
+        if node.target in NEW_FILLS:  # its operand says no more than dtype and device
+            rows = rows & {f for dim in spec.results[0] for f in dim}
+        if not all(spec.splittable(f) for f in rows):
+            return False
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            # A draw hangs on the place of a number among all: only rows at the end move no other.
+            pads = self.pads((node.name, 0))
+            if any(pad.dim or pad.outer > 1 for pad in pads if pad.atom in self.rows):
+                return False
+        summed = self.summed_rows(node, spec, rows)
+        return not summed or self._may_leave_out(node, spec, summed)
+
+    def summed_rows(self, node: fx.Node, spec: OpShardingRule, rows: set[str]) -> set[str]:
+        """Return those of these rows that some result of a node lacks."""
+        return {f for f in rows if not self._is_kept(spec, f)}
+
+    def _may_leave_out(self, node: fx.Node, spec: OpShardingRule, summed: set[str]) -> bool:
+        """Whether a node that sums these rows can be had to leave out the copies."""
+        if node.target in _OF_CLASSES:
+            target, dims = operands_of(node)[1], spec.operands[1]
+            assert target is not None and dims is not None
+            return summed <= {f for dim in dims for f in dim} and (
+                not target.meta["val"].is_floating_point() or summed <= spec.sum
+            )
+        if node.target in (*_OF_ENTRIES, *_SUMS, *_MEANS):
+            return summed <= spec.sum
+        return node.target in _MATMULS and all(
+            f in spec.sum and linear_operand(spec, f) is not None for f in summed
+        )
 
     def _is_known(self, node: fx.Node, spec: OpShardingRule) -> bool:
         """Whether the rule knows every padded dim of the operands."""
@@ -397,7 +505,8 @@ class _Padding:
         """Return the node that has a value with its padding, made of zeros before `before`."""
         value = producer(node)
         if value not in self.padded:
-            self.padded[value] = self._remade(node, before, value, True)
+            self.padded[value] = padded = self._remade(node, before, value, True)
+            self.spread.note((padded.name, 0), self.spread.atoms(value))
         return self.padded[value]
 
     def _without_padding(self, node: fx.Node, before: fx.Node) -> fx.Node:
@@ -419,7 +528,12 @@ class _Padding:
                         before, aten.reshape.default, node, [*around[0], *digits, *around[1]]
                     )
                     dim += 1
-                if add:
+                if add and pad.atom in self.spread.rows:
+                    copies = (aten.slice.Tensor, node, dim, 0, pad.padded - pad.size)
+                    node = self._new(
+                        before, aten.cat.default, [node, self._new(before, *copies)], dim
+                    )
+                elif add:
                     behind = len(node.meta["val"].shape) - 1 - dim
                     amounts = [0, 0] * behind + [0, pad.padded - pad.size]
                     node = self._new(before, aten.constant_pad_nd.default, node, amounts, 0.0)
@@ -432,8 +546,8 @@ class _Padding:
                     )
         return node
 
-    def _new(self, beside: fx.Node, target: Any, *arguments: Any) -> fx.Node:
-        node = computed(self.graph, target, arguments)
+    def _new(self, beside: fx.Node, target: Any, *arguments: Any, **more: Any) -> fx.Node:
+        node = computed(self.graph, target, arguments, more)
         for key in ("nn_module_stack", "stack_trace"):
             if key in beside.meta:
                 node.meta[key] = beside.meta[key]
@@ -460,7 +574,7 @@ class _Padding:
                 node.replace_input_with(operand, self._without_padding(operand, node))
 
     def _call(self, node: fx.Node) -> None:
-        plain = not self.spread.begins(node) or takes_plain(node)
+        plain = not self.spread.begins(node) or self.spread.takes_plain(node)
         if plain or self.spread.unsound(node) or self.spread.inner(node):
             self._take_plain(node)
             return
@@ -469,9 +583,78 @@ class _Padding:
             value = producer(operand)
             if self.spread.pads(value) and self.padded.get(value) is not operand:
                 node.replace_input_with(operand, self._with_padding(operand, node))
+        self._leave_out_copies(node)
         self._resize(node)
         if (node.name, 0) in self.spread.padded:
             self.padded[node.name, 0] = node
+
+    def _leave_out_copies(self, node: fx.Node) -> None:
+        """Have a node that sums padded rows sum those alone that are no copies."""
+        notes, spread = self.spread.notes, self.spread
+        spec, factors = notes.specs[node.name], notes.factors[node.name]
+        rows = {f for f, atoms in factors.items() if any(a.number in spread.rows for a in atoms)}
+        summed = spread.summed_rows(node, spec, rows)
+        if not summed or node.target in NEW_FILLS:
+            return
+        operands = operands_of(node)
+        if node.target in _MATMULS:
+            for index in sorted({linear_operand(spec, f) or 0 for f in summed}):
+                self._mask_copies(node, operands[index], 0)
+            return
+        target = operands[1] if node.target in _OF_CLASSES else None
+        if target is not None and not target.meta["val"].is_floating_point():
+            self._mask_copies(node, target, bound(node)["ignore_index"])
+            return
+        if node.target in (*_OF_ENTRIES, *_OF_CLASSES):
+            self._in_two(node)
+        (source,) = node.all_input_nodes
+        if node.target in _MEANS:
+            true = unpadded_shape(shape_of(source.meta["val"]), spread.pads(producer(source)))
+            node.meta[UNPADDED] = math.prod(true) // math.prod(shape_of(node.meta["val"]))
+        self._mask_copies(node, source, 0)
+
+    def _in_two(self, node: fx.Node) -> None:
+        """Have another node compute the losses of a node, which becomes their mean or their sum."""
+        assert isinstance(node.target, OpOverload)
+        values, notes = bound(node), self.spread.notes
+        reduction, values["reduction"] = values["reduction"], _NONE
+        by_name = {a.name for a in node.target._schema.arguments if a.kwarg_only}
+        args = [value for name, value in values.items() if name not in by_name]
+        with self.graph.inserting_before(node):
+            losses = self._new(node, node.target, *args, **{n: values[n] for n in by_name})
+        (dims,) = TABLE[node.target](losses).results
+        factors = notes.factors[node.name]
+        self.spread.note((losses.name, 0), [[a for f in dim for a in factors[f]] for dim in dims])
+        node.target = aten.mean.default if reduction == _MEAN else aten.sum.default
+        node.args, node.kwargs = (losses,), {}
+
+    def _mask_copies(self, node: fx.Node, operand: fx.Node | None, number: Any) -> None:
+        """Have a node take an operand with this number in the rows that are copies."""
+        assert operand is not None
+        value, masked = producer(operand), operand
+        whole = operand.meta["val"]
+        pads = [pad for pad in self.spread.pads(value) if pad.atom in self.spread.rows]
+        assert pads, f"{operand} has no copies that {node} could leave out"
+        with self.graph.inserting_before(node):
+            for pad in pads:
+                index = made(
+                    self.graph,
+                    aten.arange.default,
+                    (pad.padded,),
+                    whole.new_empty((pad.padded,), dtype=torch.int64),
+                    {"device": whole.device},
+                )
+                copies = self._new(node, aten.ge.Scalar, index, pad.size)
+                digits = [pad.outer, pad.padded, pad.inner]
+                if pad.outer > 1 or pad.inner > 1:
+                    copies = self._new(node, aten.reshape.default, copies, [1, pad.padded, 1])
+                    copies = self._new(node, aten.expand.default, copies, digits)
+                shape = [1] * whole.dim()
+                shape[pad.dim] = math.prod(digits)
+                copies = self._new(node, aten.reshape.default, copies, shape)
+                masked = self._new(node, aten.masked_fill.Scalar, masked, copies, number)
+                self.spread.note((masked.name, 0), self.spread.atoms(value))
+        node.replace_input_with(operand, masked)
 
     def _resize(self, node: fx.Node) -> None:
         """Write the padded sizes into a node's arguments and its value."""
@@ -480,7 +663,9 @@ class _Padding:
             list(padded_shape(shape_of(v), self.spread.pads((node.name, i))))
             for i, v in enumerate(results)
         ]
-        if node.target in _SIZES:
+        if node.target in FILLS:
+            node.update_arg(0, shapes[0])
+        elif node.target in (*_SIZES, *NEW_FILLS):
             node.update_arg(1, shapes[0])
         elif node.target in _PIECES:
             node.update_arg(1, shapes[0][bound(node)["dim"]])
@@ -498,9 +683,13 @@ class _Padding:
             assert list(shape_of(result)) == shape, (node.format_node(), shape_of(result), shape)
 
 
-def takes_plain(node: fx.Node) -> bool:
-    """Whether a node always takes values without their padding, though more may move for it."""
-    return node.op == "output" or node.target is aten.nll_loss_nd.default
+def linear_operand(spec: OpShardingRule, factor: str) -> int | None:
+    """Return which operand has a factor and makes the results zero where it is; None if none."""
+    for index, dims in enumerate(spec.operands):
+        has_factor = dims is not None and any(factor in dim for dim in dims)
+        if has_factor and frozenset({index}) in spec.linear:
+            return index
+    return None
 
 
 def _masked_dim(node: fx.Node) -> int:

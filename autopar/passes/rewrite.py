@@ -22,6 +22,7 @@ from autopar._compat import LazyGraphModule
 from autopar.cost.communication import hierarchies, path_seconds
 from autopar.ir.graph import chain_name, producer
 from autopar.ir.layout import Element, Layout, R, S, State
+from autopar.ir.padding import unpadded_shape
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Input, Program, Value, same_inputs, same_outputs
 from autopar.ir.reshard import reshard_steps
@@ -152,17 +153,22 @@ class _Rewriter:
         self.wishes: dict[str, list[Layout]] = {}
         self.layouts: dict[str, Layout] = {}
         self.dtypes: dict[str, torch.dtype] = {}
+        self.unfilled: dict[str, tuple[fx.Node, Layout]] = {}
         self.chain = ""
         self.draws = _numbered(program.module.graph)
 
     def run(self) -> _Rewriter:
         self.entries = list(self.source.signature.inputs)
-        self.free_inputs = {e.node for e in self.entries if e.kind == "user"} - self.notes.searched
+        fed = {e.node for e in self.entries if e.kind == "user"}
+        self.free_inputs = fed - self.notes.searched
+        uneven = {name for name in fed if self.source.pads(name)}
         for node in self.source.module.graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node)
+                self._placeholder(node, node.name in uneven)
         self.coordinates = {name: self._coordinate(name) for name in self.mesh.names}
         self.seed: fx.Node | None = self._seed() if self.draws else None
+        for name in sorted(uneven):
+            self._fill_up(self.nodes[name])
         for node in self.source.module.graph.nodes:
             if (
                 node.op == "call_function"
@@ -194,16 +200,32 @@ class _Rewriter:
         )
 
     # -- inputs ------------------------------------------------------------------------------------
-    def _placeholder(self, node: fx.Node) -> None:
+    def _placeholder(self, node: fx.Node, uneven: bool) -> None:
+        """Emit an input in its layout; one of `uneven` rows whole, to be filled up."""
         new = self.graph.placeholder(node.name)
         new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         shape = shape_of(value_of(node))
-        layout = (
-            self.plan.stored.get(node.name) or self.inputs.get(node.name) or self._all(shape, R)
-        )
+        wanted = None if uneven else self.inputs.get(node.name)
+        layout = self.plan.stored.get(node.name) or wanted or self._all(shape, R)
+        self.dtypes[node.name] = value_of(node).dtype
+        if uneven:
+            shape = unpadded_shape(shape, self.source.pads(node.name))
+            self.layouts[node.name] = Layout(self.mesh, shape, layout.states)
+            self.unfilled[node.name] = new, layout
+            return
         self._born((node.name, 0), layout, new)
         self.layouts[node.name] = layout
-        self.dtypes[node.name] = value_of(node).dtype
+
+    def _fill_up(self, node: fx.Node) -> None:
+        """Emit an input of the user with copies of its first rows behind the last one."""
+        new, layout = self.unfilled[node.name]
+        for pad in self.source.pads(node.name):
+            behind = (pad.padded - pad.size) * pad.inner
+            copies = self.graph.call_function(aten.slice.Tensor, (new, pad.dim, 0, behind))
+            new = self.graph.call_function(aten.cat.default, ([new, copies], pad.dim))
+            for each in (copies, new):
+                self._describe(each, node, layout)
+        self._born((node.name, 0), layout, new)
 
     def _coordinate(self, axis: str) -> fx.Node:
         entry = Input("coordinate", f"coordinate_{axis}", axis)

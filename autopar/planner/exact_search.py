@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
-from autopar.cost.communication import path_parts
+from autopar.cost.communication import parts_between, path_parts
 from autopar.cost.compute import optimizer_seconds
 from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
@@ -377,6 +377,9 @@ class Search:
 
 
 # -- tables of reshards ----------------------------------------------------------------------------
+_MANY = 1 << 9  # pairs of layouts from which on they are priced as arrays
+
+
 class Want(NamedTuple):
     """One use of a value, or its making: its variable, and the layout that each option has."""
 
@@ -389,7 +392,7 @@ class ReshardCosts:
     """Seconds of reshards between layouts; tables for the same layouts are built once."""
 
     def __init__(self, world: World, known: Known) -> None:
-        self._known = known
+        self._known, self._world = known, world
         self._parts = _pricer(world)
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
@@ -429,7 +432,10 @@ class ReshardCosts:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
         whole = element._replace(share=1.0)  # searches at several shares ask for the same parts
-        parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
+        if len(rows) * len(columns) < _MANY:
+            parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
+        else:
+            parts = parts_between([*rows], [*columns], whole, self._world)
         unique_pairs = parts[..., 0] + element.share * parts[..., 1]
         return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 

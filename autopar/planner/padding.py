@@ -2,7 +2,7 @@
 
 Example: GPT-2's vocabulary of 50,257 divides on no axis of 4 or 8 ranks. Under "megatron" it is
 padded to 50,264 on 8 ranks, so that its rows are split as those of 50,304 are; under "fsdp", which
-splits the batch alone, nothing is padded.
+splits the batch alone, no weight is padded, but a batch of 7 rows is, to 8 on 4 ranks.
 
 Every dim is padded to a multiple of the ranks of a node first, and the search shows the axes that
 split it. Where those have other sizes, the plan is carried over to dims that are padded to a
@@ -12,7 +12,8 @@ was used or a dim grew by more than a hundredth: the plan with padding is taken 
 shorter. A model whose dims divide is searched once.
 
 An annotated program, a world, a request and the search enter; the program with its plan leaves,
-padded or as it was. `with_padding_of` pads a program again as a plan says. Called by planner.py.
+padded or as it was. `with_padding_of` pads a program again as a plan says;
+`search_with_rows_padded` pads the rows of a further call of a model. Called by planner.py.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from autopar.passes.pad import check, pad, paddable, weights_of
 from autopar.planner.named_layouts import roles_of
 from autopar.planner.objective import cost_terms
 from autopar.planner.request import PlanRequest
+from autopar.planner.space import candidates
 from autopar.world import World
 
 Sizes = dict[int, int]  # the padded size of atoms, by their numbers
@@ -89,6 +91,14 @@ def with_padding_of(program: Program, plan: Plan) -> Program:
     """
     if not plan.padding or program.padding:
         return program
+    sizes = _sizes_of(program, plan)
+    return _annotated(program, sizes) if sizes else program
+
+
+def _sizes_of(program: Program, plan: Plan) -> Sizes:
+    """Return the atoms of an annotated program that a plan pads, of those that it has in this
+    size.
+    """
     notes = program.annotations
     assert notes is not None
     sizes: Sizes = {}
@@ -102,7 +112,46 @@ def with_padding_of(program: Program, plan: Plan) -> Program:
                 f"the plan pads factor {each.place} of dim {each.dim} of {each.node} from "
                 f"{each.size} to {each.padded}, and the graph has no such factor: plan again"
             )
-    return _annotated(program, sizes)
+    return sizes
+
+
+def search_with_rows_padded(search: Search, program: Program, plan: Plan) -> Program:
+    """Return the annotated program of a further call, padded where `plan` stores padded parameters,
+    with the plan of `search`; with padded rows, where that plan is the faster one.
+    """
+    sizes = _sizes_of(program, plan)
+    best = _searched(search, program, sizes)
+    rows = {n: size for n, size in _rows(program, plan.mesh.size).items() if n not in sizes}
+    if not rows or paddable(program, sizes | rows) != sizes | rows:
+        return best
+    wide = _searched(search, program, sizes | rows)
+    fitted = {n: size for n, size in _fitted(wide, wide).items() if n in rows}
+    if fitted and fitted != rows:
+        wide = _searched(search, program, sizes | fitted)
+    return wide if fitted and _plan(wide).seconds < _plan(best).seconds else best
+
+
+def _searched(search: Search, program: Program, sizes: Sizes) -> Program:
+    """Return the program with this padding and the plan of a search, which says what is padded."""
+    padded = _annotated(program, sizes) if sizes else program
+    return _with_notes(search(padded), program, sizes)
+
+
+def check_layout(program: Program, world: World, request: PlanRequest) -> None:
+    """Raise LayoutError where the layout that is asked for fits the annotated program neither as it
+    is nor with padding.
+    """
+    assert request.layout is not None
+    try:
+        candidates(request.layout, world.ranks, program)
+    except LayoutError as error:
+        sizes = _wanted(program, world, request)
+        if not sizes:
+            raise
+        try:
+            candidates(request.layout, world.ranks, _annotated(program, sizes))
+        except LayoutError:
+            raise error from None
 
 
 def _is_stored_padded(plan: Plan, each: Padding) -> bool:
@@ -113,27 +162,55 @@ def _is_stored_padded(plan: Plan, each: Padding) -> bool:
 
 # -- what to pad -----------------------------------------------------------------------------------
 def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
-    """Return the atoms of weights that no axis of the ranks of a node divides and that ops can
-    carry with padding, with their padded sizes; none where the layout splits no weights.
+    """Return the atoms to pad, with their padded sizes: those of weights and of the batch that the
+    layout may split, that no axis divides, and that ops can carry with padding.
     """
-    ranks = _ranks_together(world)
-    if ranks == 1 or not _splits_weights(request):
-        return {}
-    notes = program.annotations
-    assert notes is not None
+    sizes: Sizes = {}
+    roles = [] if request.layout is None else list(roles_of(request.layout))
+    if any(role is None or set(role.takes) & {"n", "k"} for role in roles):
+        sizes |= _of_weights(program, _ranks_together(world), request)
+    if any(role is None or role.splits == "batch" for role in roles):
+        sizes |= _rows(program, world.ranks)
+    return paddable(program, sizes) if sizes else {}
+
+
+def _of_weights(program: Program, ranks: int, request: PlanRequest) -> Sizes:
+    """Return the atoms of weights that an axis of so many ranks would not divide, with their padded
+    sizes.
+    """
     uneven = [(number, size) for number, size in _weight_atoms(program) if size % ranks]
     if not uneven:
         return {}
     kinds = dim_kinds(program)
-    sizes: Sizes = {}
     most = _MOST_OF_AUTO if request.layout == "auto" else _MOST
-    for number, size in uneven:
-        parts = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
-        padded = [_multiple(size, n) for n in parts]
-        wanted = max((n for n in padded if n <= most * size), default=size)
-        if wanted > size and number not in kinds.batch | kinds.sequence:
-            sizes[number] = wanted
-    return paddable(program, sizes)
+    return {
+        number: padded
+        for number, size in uneven
+        if number not in kinds.batch | kinds.sequence
+        and (padded := _padded(size, ranks, most)) > size
+    }
+
+
+def _rows(program: Program, ranks: int) -> Sizes:
+    """Return the atoms of the batch that an axis of so many ranks would not divide, with their
+    padded sizes.
+    """
+    notes = program.annotations
+    assert notes is not None
+    if notes.batch is None or not notes.batch.size % ranks or notes.batch.opaque:
+        return {}
+    size = notes.batch.size
+    padded = _padded(size, ranks, _MOST)
+    return dict.fromkeys(dim_kinds(program).batch, padded) if padded > size else {}
+
+
+def _padded(size: int, ranks: int, most: float) -> int:
+    """Return the largest size that some axis of these ranks may ask for: a multiple of its own, up
+    to `most` times the size.
+    """
+    parts = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
+    padded = (_multiple(size, n) for n in parts)
+    return max((n for n in padded if n <= most * size), default=size)
 
 
 def _multiple(size: int, of: int) -> int:
@@ -151,13 +228,6 @@ def _ranks_together(world: World) -> int:
         if ranks >= _RANKS:
             break
     return ranks if world.levels else world.ranks
-
-
-def _splits_weights(request: PlanRequest) -> bool:
-    """Whether the layout that is asked for may split rows or columns of weights."""
-    if request.layout is None:
-        return False
-    return any(role is None or set(role.takes) & {"n", "k"} for role in roles_of(request.layout))
 
 
 def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:

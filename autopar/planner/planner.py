@@ -22,7 +22,7 @@ from autopar.planner.bound import bound
 from autopar.planner.constraint import Constraint
 from autopar.planner.contender import Contender
 from autopar.planner.fit import fit
-from autopar.planner.padding import search_with_padding, with_padding_of
+from autopar.planner.padding import search_with_padding, search_with_rows_padded
 from autopar.planner.part_plans import plan_of_part
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.plan_context import fingerprint
@@ -78,12 +78,12 @@ def choose_on_stored(manager: PassManager, program: Program, world: World, plan:
     """
 
     def choose(program: Program) -> Program:
-        program = with_padding_of(program, plan)
+        return search_with_rows_padded(search, program, plan)
+
+    def search(program: Program) -> Program:
         constraint = Constraint(plan.layout, stored=plan.stored)
         best, least = exact(program, plan.mesh, constraint, world, thorough=False)
-        return dataclasses.replace(
-            program, plan=dataclasses.replace(best, bound=least, padding=plan.padding)
-        )
+        return dataclasses.replace(program, plan=dataclasses.replace(best, bound=least))
 
     return manager.run("choose", program, choose, check_choices)
 

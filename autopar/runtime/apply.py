@@ -37,12 +37,11 @@ from autopar.passes.pass_manager import PassManager
 from autopar.planner.confirm import finish_plan, fit_to_memory
 from autopar.planner.edit import check_edits, compare_figures
 from autopar.planner.objective import cost_terms
-from autopar.planner.padding import with_padding_of
+from autopar.planner.padding import check_layout, with_padding_of
 from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
 from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.planner import analyse, choose_on_stored, choose_plan
 from autopar.planner.request import Layouts, Outputs, PlanRequest
-from autopar.planner.space import candidates
 from autopar.planner.tracing import Inputs, trace_step
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
@@ -197,7 +196,7 @@ def plan_on_rank_0(
     assert request.layout is not None
     if like is None:
         require_parts(request)
-    layout, pipeline = request.layout, PassManager()
+    pipeline = PassManager()
     count = request.microbatches
     source, parts = ranks.together(
         "tracing",
@@ -210,7 +209,7 @@ def plan_on_rank_0(
     ranks.agree("model", fingerprint(source))
     program = ranks.together("annotating", lambda: analyse(pipeline, source, request))
     if like is None:
-        ranks.together("reading the layout", lambda: list(candidates(layout, world.ranks, program)))
+        ranks.together("reading the layout", lambda: check_layout(program, world, request))
 
     def search() -> Plan | None:
         if like is not None:

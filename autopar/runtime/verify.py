@@ -366,12 +366,13 @@ def _gradient_errors(
     program: Program, ranks: list[_Trained], expected: _Trained, single: Reference
 ) -> dict[str, float]:
     errors: dict[str, float] = {}
+    fed = {e.node for e in program.signature.inputs if e.kind == "user"}  # without padding
     for kind, prefix in enumerate(_GRADIENT_NAMES):
         largest = _largest_gradient(expected.gradients[kind])
         for name, gradient in expected.gradients[kind].items():
             rank_gradients = [rank.gradients[kind].get(name) for rank in ranks]
             least = max(1e-6 * largest, single.floor(prefix + name))
-            stored = program.layouts[name], program.pads(name)
+            stored = program.layouts[name], () if name in fed else program.pads(name)
             error = _gradient_error(*stored, rank_gradients, gradient, least)
             errors[name] = max(errors.get(name, 0.0), error)
     return errors

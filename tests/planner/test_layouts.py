@@ -357,8 +357,9 @@ def test_grids_on_eight_processes(tmp_path: Path) -> None:
         (8, Grid25D(1, 2), ["q must be at least d", "for 8 ranks use Grid25D(2, 2)"]),
         (8, Grid25D(1, 8), ["q must be at least d", "for 8 ranks use Grid25D(2, 2)"]),
         (7, "2.5d", ["7 ranks are none", "use 4, 8, 9, 16"]),
-        (5, "fsdp", ["axis data of 5 ranks on the factor batch", "a batch of 16", "use a batch"]),
-        (9, Grid25D(3), ["axis row of 3 ranks", "a batch of 16", "use a batch that 3 divides"]),
+        # more ranks than padding to twice the rows would give one
+        (37, "fsdp", ["axis data of 37 ranks on the factor batch", "a batch of 16", "use a batch"]),
+        (289, Grid25D(17), ["axis row of 17 ranks", "a batch of 16", "a batch that 17 divides"]),
         (
             12,
             Grid4D(3, 2, 2, 1),
@@ -392,7 +393,7 @@ def test_grids_on_eight_processes(tmp_path: Path) -> None:
         (8, {"*": "auto"}, ["nothing but 'auto'", "use layout='auto'"]),
         (8, {"*": "atp"}, ["layout 'atp' in a dict", "auto, ddp, fsdp"]),
         (8, {"blocks.0": Grid2D(2, 4), "*": Grid2D(4, 2)}, ["has mesh x4.y2", "of equal sizes"]),
-        (3, {"blocks.0": "ddp", "*": "megatron"}, ["a batch of 16"]),
+        (37, {"blocks.0": "ddp", "*": "megatron"}, ["a batch of 16"]),
     ],
     ids=str,
 )

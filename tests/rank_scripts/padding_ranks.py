@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 import padded_models
+import uneven_batches
 from autopar.world import ranks
 from on_ranks import Facts, everywhere, run_tasks
 
@@ -77,5 +78,27 @@ def train() -> Facts:
     return facts
 
 
+def last_batch() -> Facts:
+    """A module planned for 8 rows meets 7, in training and in eval, and one is planned for 7."""
+    (model, eight), (_, seven) = (uneven_batches.tokens(rows) for rows in (8, 7))
+    model = model.double()
+    eight, seven = ([x.double() for x in inputs] for inputs in (eight, seven))
+    facts: Facts = {"padding": [], "errors": []}
+    for planned, calls in ((eight, (eight, seven)), (seven, (seven,))):
+        par = autopar.parallelize(copy.deepcopy(model), inputs=tuple(planned), layout="fsdp")
+        for inputs in calls:
+            for each in (model, par):
+                each.zero_grad()
+                each(*inputs).backward()
+            facts["errors"].append(largest_error(gradients(par), gradients(model)))
+            graph = [par._autopar.first, *par._autopar.graphs.others][-1]
+            padding = graph.program.plan.padding
+            facts["padding"].append([(each.size, each.padded) for each in padding])
+    with torch.no_grad():
+        pair = [float(m.eval()(*seven)) for m in (model, par)]
+    facts["errors"].append(abs(pair[1] / pair[0] - 1))
+    return facts
+
+
 if __name__ == "__main__":
-    run_tasks({"train": train})
+    run_tasks({"train": train, "last_batch": last_batch})

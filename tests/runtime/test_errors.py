@@ -132,9 +132,9 @@ def test_an_unknown_layout_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_batch_that_the_ranks_do_not_divide(layout: str) -> None:
     model = two_layers()
-    says = (f"layout {layout!r}", "axis data of 5 ranks", "a batch of 12", "use a batch that 5")
+    says = (f"layout {layout!r}", "axis data of 25 ranks", "a batch of 12", "use a batch that 25")
     with refused(LayoutError, *says, model=model):
-        autopar.plan(model, 5, (rows(),), layout=layout)
+        autopar.plan(model, 25, (rows(),), layout=layout)
 
 
 def test_weights_that_the_ranks_do_not_divide() -> None:

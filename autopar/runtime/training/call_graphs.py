@@ -9,9 +9,10 @@
 A call is of another kind in another mode, with other shapes or arguments, under another autocast,
 with a parameter trained that was frozen, or where the modules are not what they were when a graph
 was traced (runtime/training/module_state.py). The mesh stays and so do the stored parameters, so
-nothing is moved or copied; a dim that an axis does not divide leaves that axis idle. Numbers that
-change from call to call become inputs of the graph where forward computes with them alone
-(runtime/training/numbers.py). At most MOST graphs are kept besides the first one, the oldest goes.
+nothing is moved or copied; a batch that an axis does not divide is padded where its ops allow that
+(planner/padding.py), another dim leaves that axis idle. Numbers that change from call to call
+become inputs of the graph where forward computes with them alone (runtime/training/numbers.py). At
+most MOST graphs are kept besides the first one, the oldest goes.
 
 A call enters `CallGraphs.graph_for`, a StepGraph and what it takes of the call leave. All ranks
 call it together: runtime/module.py.
