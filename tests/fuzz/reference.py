@@ -134,6 +134,14 @@ class _Replay(TorchFunctionMode):
             return self._drawn("normal", (0, 1), args[0].shape, args[0].dtype)
         if name == "randint":
             return self._drawn("integers", args[:2], args[2], torch.int64)
+        if name == "rand_like":
+            return self._uniform(args[0].shape, args[0].dtype)
+        if name == "bernoulli":
+            return (self._uniform(args[0].shape, torch.float32) < args[0]).to(args[0].dtype)
+        if name == "exponential_":
+            return args[0].copy_(-torch.log1p(-self._uniform(args[0].shape, torch.float64)))
+        if name == "randperm":
+            return self._uniform((args[0],), torch.float64).argsort()
         return func(*args, **kwargs)
 
     def _seed(self) -> Tensor:
@@ -145,6 +153,9 @@ class _Replay(TorchFunctionMode):
         index = torch.arange(x.numel()).view(x.shape)
         kept = dropping.hash_of(index, dropping.keys_of(self._seed())) >= round(p * 2**32)
         return torch.where(kept, x / (1 - p), 0)
+
+    def _uniform(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        return self._drawn("uniform", (0, 1), shape, dtype)
 
     def _drawn(self, kind: Any, limits: Any, shape: Any, dtype: torch.dtype) -> Tensor:
         digits: list[Any] = [()] * len(shape)

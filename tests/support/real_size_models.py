@@ -59,7 +59,7 @@ def bert_base() -> Example:
 
 def gpt2_small() -> Example:
     config = transformers.GPT2Config(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-    return _tokens(transformers.GPT2LMHeadModel(config), config.vocab_size, 256)
+    return _tokens(transformers.GPT2LMHeadModel(config), config.vocab_size, 64)
 
 
 REAL_SIZES: dict[str, Callable[[], Example]] = {
