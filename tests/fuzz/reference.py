@@ -8,7 +8,6 @@ order in which it draws.
 from __future__ import annotations
 
 import importlib
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -27,7 +26,6 @@ from .source import Built
 # the function of that name hides the module
 dropping = importlib.import_module("autopar.ops.sharded.dropout")
 STEPS = 2  # without habits
-_PERMUTED = 3  # draws whose order is tried in every way
 
 
 @dataclass
@@ -68,7 +66,7 @@ def trained(built: Built, masks: Sequence[Sequence[int]] = ()) -> Trained:
     seeds = iter(masks)
 
     def call(act: Callable[[], list[Any]]) -> list[Any]:
-        with _replayed(next(seeds, ())):
+        with _replayed(next(seeds, ()), differentiates(built.text)):
             return act()
 
     return train(Session(built.model, built.inputs), [line for _, line in built.habits], call)
@@ -113,11 +111,18 @@ def gradients(named: Any, inputs: Sequence[Any]) -> dict[str, Tensor | None]:
 
 
 # -- random numbers --------------------------------------------------------------------------------
-class _Replay(TorchFunctionMode):
-    """Drops and draws what the ranks do by these seeds."""
+def differentiates(text: str) -> bool:
+    """Whether a module takes derivatives in forward: it is then traced below autograd, where torch
+    makes dropout of a bernoulli draw.
+    """
+    return any(call in text for call in ("autograd.grad(", "func.grad(", "func.jvp("))
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self.seeds, self.used = list(seeds), 0
+
+class _Replay(TorchFunctionMode):
+    """Drops and draws what the ranks do by these seeds. `below`: as traced below autograd."""
+
+    def __init__(self, seeds: Sequence[int], below: bool) -> None:
+        self.seeds, self.below, self.used = list(seeds), below, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,7 +142,7 @@ class _Replay(TorchFunctionMode):
         if name == "rand_like":
             return self._uniform(args[0].shape, args[0].dtype)
         if name == "bernoulli":
-            return (self._uniform(args[0].shape, torch.float32) < args[0]).to(args[0].dtype)
+            return self._coins(args[0].shape, args[0]).to(args[0].dtype)
         if name == "exponential_":
             return args[0].copy_(-torch.log1p(-self._uniform(args[0].shape, torch.float64)))
         if name == "randperm":
@@ -150,9 +155,14 @@ class _Replay(TorchFunctionMode):
         return torch.tensor(seed)
 
     def _dropped(self, x: Tensor, p: float) -> Tensor:
+        if self.below:
+            return torch.where(self._coins(x.shape, 1 - p), x / (1 - p), 0)
         index = torch.arange(x.numel()).view(x.shape)
         kept = dropping.hash_of(index, dropping.keys_of(self._seed())) >= round(p * 2**32)
         return torch.where(kept, x / (1 - p), 0)
+
+    def _coins(self, shape: Any, rate: Any) -> Tensor:
+        return self._uniform(shape, torch.float32) < rate
 
     def _uniform(self, shape: Any, dtype: torch.dtype) -> Tensor:
         return self._drawn("uniform", (0, 1), shape, dtype)
@@ -162,30 +172,17 @@ class _Replay(TorchFunctionMode):
         return sharded.draw(kind, limits, shape, dtype, self._seed(), [], digits, shape)
 
 
-def _replayed(seeds: Sequence[int]) -> AbstractContextManager[Any]:
-    return _Replay(seeds) if seeds else nullcontext()
-
-
-def orders(masks: list[list[int]]) -> list[list[list[int]]]:
-    """The seeds of every step in every order that the module may drop in."""
-    most = max(map(len, masks), default=0)
-    if not 0 < most <= _PERMUTED:
-        return [masks]
-    places = itertools.permutations(range(most))
-    return [[[seeds[i] for i in order if i < len(seeds)] for seeds in masks] for order in places]
+def _replayed(seeds: Sequence[int], below: bool) -> AbstractContextManager[Any]:
+    return _Replay(seeds, below) if seeds else nullcontext()
 
 
 def agrees(
     differ: Callable[[Trained], str], text: Callable[[], Built], masks: list[list[int]]
 ) -> str:
-    """What differs between the parallel program and the module; "" where nothing does."""
-    first = ""
-    for order in orders(masks):
-        said = differ(trained(text(), order))
-        first = first or said
-        if not said:
-            return ""
-    return first
+    """What differs between the parallel program and the module; "" where nothing does. Seeds of a
+    step are in the order in which the traced graph draws, as their upper words number its draws.
+    """
+    return differ(trained(text(), [sorted(seeds) for seeds in masks]))
 
 
 # -- comparing -------------------------------------------------------------------------------------
