@@ -109,6 +109,8 @@ IN_FORWARD = {
     "along_a_line": "rows 8x8 | linear:1 along_a_line:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 2)",
     "noise": "rows 8x8 | linear:1 noise:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 3)",
     "reparametrised": "rows 8x8 | reparametrised:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'",
+    # a draw that nothing uses is not in the graph, but in the module that the fuzzer runs
+    "noise_by_timestep": "sequences 6x8x9 | linear:1 reparametrised:423 noise_by_timestep:755 | mean_square:0 return_no_loss:71 | | 3 | autopar.Grid2D(3, 1, 'column')",
     "timestep": "rows 8x8 | linear:1 timestep:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'",
     "uniform_noise": "rows 8x8 | linear:1 uniform_noise:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 4)",
     "coin": "rows 8x8 | linear:1 coin:1 | mean_square:0 return_loss:0 | | 4 | 'auto'",

@@ -8,8 +8,9 @@ order in which it draws.
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -59,15 +60,21 @@ def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
     return found
 
 
-def trained(built: Built, masks: Sequence[Sequence[int]] = ()) -> Trained:
-    """The module of this text, made anew, trained. `masks`: the seeds of dropout in every step,
-    and in every habit.
+def trained(
+    built: Built, masks: Sequence[Sequence[int]] = (), counts: list[int] | None = None
+) -> Trained:
+    """The module of this text, made anew, trained. `masks`: the seeds of draws in every step, and
+    in every habit; `counts` gets how many draws each of them made.
     """
     seeds = iter(masks)
 
     def call(act: Callable[[], list[Any]]) -> list[Any]:
-        with _replayed(next(seeds, ()), differentiates(built.text)):
-            return act()
+        replay = _Replay(next(seeds, ()), differentiates(built.text))
+        with replay if replay.seeds else nullcontext():
+            results = act()
+        if counts is not None:
+            counts.append(replay.used)
+        return results
 
     return train(Session(built.model, built.inputs), [line for _, line in built.habits], call)
 
@@ -172,17 +179,32 @@ class _Replay(TorchFunctionMode):
         return sharded.draw(kind, limits, shape, dtype, self._seed(), [], digits, shape)
 
 
-def _replayed(seeds: Sequence[int], below: bool) -> AbstractContextManager[Any]:
-    return _Replay(seeds, below) if seeds else nullcontext()
-
-
 def agrees(
     differ: Callable[[Trained], str], text: Callable[[], Built], masks: list[list[int]]
 ) -> str:
-    """What differs between the parallel program and the module; "" where nothing does. Seeds of a
-    step are in the order in which the traced graph draws, as their upper words number its draws.
+    """What differs between the parallel program and the module; "" where nothing does.
+
+    Seeds of a step are in the order in which the traced graph draws, as their upper words number
+    its draws. A draw whose result nothing uses is not in that graph: which ones, is tried out.
     """
-    return differ(trained(text(), [sorted(seeds) for seeds in masks]))
+    seeds: list[list[int]] = [sorted(step) for step in masks]
+    counts: list[int] = []
+    first = differ(trained(text(), seeds, counts))
+    fewer = {(n, len(step)) for n, step in zip(counts, seeds) if n > len(step)}
+    if not first or len(fewer) != 1:
+        return first
+    ((draws, used),) = fewer
+    for live in itertools.combinations(range(draws), used):
+        spread = [_spread(step, live, draws) if len(step) == used else step for step in seeds]
+        if not differ(trained(text(), spread)):
+            return ""
+    return first
+
+
+def _spread(seeds: Sequence[int], live: Sequence[int], draws: int) -> list[int]:
+    """The seeds of this many draws, of which those not in `live` have any."""
+    given = dict(zip(live, seeds))
+    return [given.get(place, 0) for place in range(draws)]
 
 
 # -- comparing -------------------------------------------------------------------------------------
