@@ -33,7 +33,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", default="2-16", help="the worlds, such as 2-16 or 4")
     parser.add_argument(
-        "--only", default="", help="an op kind that every case has, or its beginning"
+        "--only", default="", help="op kinds, or beginnings, with commas: every case has one"
     )
     parser.add_argument(
         "--without", default="", help="op kinds and habits to leave out, with commas between"

@@ -86,15 +86,16 @@ def _steps(text: str) -> tuple[Step, ...]:
 def random_case(
     seed: int, ranks: tuple[int, int] = (2, 16), only: str = "", habits: float = HABITS_SHARE
 ) -> Case:
-    """The case of a seed. `only`: an op kind (or the beginning of several) that it has for sure;
-    `habits`: how often it has some.
+    """The case of a seed. `only`: op kinds (or the beginning of several), with commas between, of
+    which it has one for sure; `habits`: how often it has some.
     """
     draw = random.Random(seed)
     world = draw.randint(*ranks) if ranks[1] <= 4 or draw.random() < 0.15 else 0
     while not ranks[0] <= world <= ranks[1]:
         world = draw.choice((2, 2, 3, 4, 4, 4, 4, 6, 6, 8, 8, 9, 12, 16, ranks[0]))
     start = draw.choice(("rows", "sequences", "sequences", "sequences", "images", "ids"))
-    able = [only] if only in TABLE else [n for n in TABLE if only and n.startswith(only)]
+    asked = [name for name in only.split(",") if name]
+    able = [n for a in asked for n in ([a] if a in TABLE else TABLE) if n.startswith(a)]
     wanted = [draw.choice(able)] if able else []
     kinds = {kind: [n for n in wanted if TABLE[n].kind == kind] for kind in (FROM_IDS, OP)}
     if kinds[FROM_IDS]:

@@ -98,6 +98,27 @@ FIXED = (
     "sequences 8x2x16 | linear:1 gqa:761 conv2d:300 row_linear:605 | mse_loss:319 return_loss_and_value:527 | freeze_first | 8 | random_plan('w2.x4', 237)",
 )
 
+# Random draws and derivatives in forward, each kind once.
+IN_FORWARD = {
+    "force": "rows 8x8 | linear:1 force:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'",
+    "gradient_penalty": "rows 8x8 | linear:1 gradient_penalty:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 1)",
+    "inner_step": "rows 8x8 | inner_step:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'",
+    # below autograd, dropout is a bernoulli draw, which the fuzzer's own reference did not know
+    "dropout": "ids 2x6 | embedding_of_two:558 inner_step:581 dropout:193 | weighted_sum:0 return_loss_and_value:973 | | 2 | random_plan('w2', 397)",
+    "slopes": "rows 8x8 | linear:1 slopes:1 | mean_square:0 return_loss:0 | | 4 | 'auto'",
+    "along_a_line": "rows 8x8 | linear:1 along_a_line:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 2)",
+    "noise": "rows 8x8 | linear:1 noise:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 3)",
+    "reparametrised": "rows 8x8 | reparametrised:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'",
+    # a draw that nothing uses is not in the graph, but in the module that the fuzzer runs
+    "noise_by_timestep": "sequences 6x8x9 | linear:1 reparametrised:423 noise_by_timestep:755 | mean_square:0 return_no_loss:71 | | 3 | autopar.Grid2D(3, 1, 'column')",
+    "timestep": "rows 8x8 | linear:1 timestep:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'",
+    "uniform_noise": "rows 8x8 | linear:1 uniform_noise:1 | mean_square:0 return_loss:0 | | 4 | random_plan('w2.x2', 4)",
+    "coin": "rows 8x8 | linear:1 coin:1 | mean_square:0 return_loss:0 | | 4 | 'auto'",
+    "gumbel": "rows 8x8 | linear:1 gumbel:1 | weighted_sum:0 return_loss:0 | | 4 | random_plan('w2.x2', 5)",
+    # the fuzzer's own reference took the seeds of four draws in another order than the module
+    "permuted_rows": "sequences 12x8x4 | noise:106 noise_by_timestep:321 linear:1 positive:812 permuted_rows:695 | norm_loss:516 return_loss:412 | | 4 | 'fsdp'",
+}
+
 GLOO = (
     # two results shared memory past a change of state, whose backward AOTAutograd then left out
     "ids 4x6 | embedding:817 mlp:1 logsumexp:323 | causal_loss:83 return_loss_and_detached:42 | | 4 | random_plan('w4', 977)",

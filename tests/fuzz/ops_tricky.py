@@ -48,11 +48,22 @@ for kind in ("True", "False"):
        define="import torch.utils.checkpoint\n")  # fmt: skip
 op("inner_gradient", "z = {x}.detach().requires_grad_()\n"
    "{x} - 0.1 * torch.autograd.grad((z ** 3).sum(), z)[0]", weight=0.3)  # fmt: skip
+DERIVED = 2.0  # the weight of derivatives in forward: each is traced in a way of its own
 op("force", "z = {x}.detach().requires_grad_()\n"
-   "{x} + torch.autograd.grad(self.{m}(z).tanh().sum(), z, create_graph=True)[0]", weight=0.3,
+   "{x} + torch.autograd.grad(self.{m}(z).tanh().sum(), z, create_graph=True)[0]", weight=DERIVED,
    init="self.{m} = nn.Linear({h}, {o})")  # fmt: skip
+op("gradient_penalty", "z = {x}.detach().requires_grad_()\n"
+   "slope, = torch.autograd.grad(self.{m}(z).tanh().sum(), z, create_graph=True)\n"
+   "{x} * (1 + slope.square().sum(-1, keepdim=True))", weight=DERIVED,
+   init="self.{m} = nn.Linear({h}, {o})")  # fmt: skip
+op("inner_step", "error = (self.{m}({x}) - {x}).square().mean()\n"
+   "slope, = torch.autograd.grad(error, self.{m}.weight, create_graph=True)\n"
+   "F.linear({x}, self.{m}.weight - 0.1 * slope)", weight=DERIVED,
+   init="self.{m} = nn.Linear({h}, {h})")  # fmt: skip
 op("slopes", "{x} + torch.func.vmap(torch.func.grad(lambda row: self.{m}(row).tanh().sum()))({x})",
-   weight=0.3, init="self.{m} = nn.Linear({h}, {o})")  # fmt: skip
+   weight=DERIVED, init="self.{m} = nn.Linear({h}, {o})")  # fmt: skip
+op("along_a_line", "torch.func.jvp(lambda z: self.{m}(z).tanh(), ({x},), ({y},))[1]",
+   weight=DERIVED, init="self.{m} = nn.Linear({h}, {o})")  # fmt: skip
 op("vmap", "torch.func.vmap(lambda row: row * row.sum(-1, keepdim=True) / {h})({x})", weight=0.5)
 op("custom_op", "torch.ops.fuzz.mixing({x})", weight=0.7, define=(
     "if not hasattr(torch.ops.fuzz, 'mixing'):\n"
@@ -94,13 +105,17 @@ op("dropout_of_weight", "F.linear({x}, F.dropout(self.{m}, 0.3))",
 op("noise", "{x} + 0.3 * torch.randn_like({x})", weight=2)
 op("reparametrised", "mean, spread = self.{m}({x}).chunk(2, -1)\n"
    "mean + (0.1 * spread).exp() * torch.randn_like(mean)",
-   init="self.{m} = nn.Linear({h}, 2 * {o})")  # fmt: skip
+   init="self.{m} = nn.Linear({h}, 2 * {o})", weight=2)  # fmt: skip
 op("timestep", "t = torch.randint(0, 5, ({b},))\n"
    "{x} + self.{m}(t).reshape({b}, *[1] * ({n} - 2), -1)",
-   when="n >= 2", init="self.{m} = nn.Embedding(5, {h})")  # fmt: skip
+   when="n >= 2", init="self.{m} = nn.Embedding(5, {h})", weight=2)  # fmt: skip
 op("noise_by_timestep", "t = torch.randint(1, 9, {x}.shape[:1])\n"
    "t = t.reshape(-1, *[1] * ({n} - 1)) / 10\n"
-   "t.sqrt() * {x} + (1 - t).sqrt() * torch.randn_like({x})", when="n >= 1")  # fmt: skip
+   "t.sqrt() * {x} + (1 - t).sqrt() * torch.randn_like({x})", when="n >= 1", weight=2)  # fmt: skip
+op("uniform_noise", "{x} * (0.5 + torch.rand_like({x}))", weight=2)
+op("coin", "{x} * torch.bernoulli(torch.full_like({x}, {pick(0.3, 0.8)}))", weight=2)
+op("gumbel", "({x} - torch.empty_like({x}).exponential_().log()).softmax(-1)", weight=2)
+op("permuted_rows", "{x}[torch.randperm({b})]", weight=2)
 
 # -- what habits change (habits.py) ----------------------------------------------------------------
 op("switched", "{x} + self.{m}({x}) if self.{m}_on else {x} * 2",

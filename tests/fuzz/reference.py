@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,6 @@ from .source import Built
 # the function of that name hides the module
 dropping = importlib.import_module("autopar.ops.sharded.dropout")
 STEPS = 2  # without habits
-_PERMUTED = 3  # draws whose order is tried in every way
 
 
 @dataclass
@@ -61,15 +60,21 @@ def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
     return found
 
 
-def trained(built: Built, masks: Sequence[Sequence[int]] = ()) -> Trained:
-    """The module of this text, made anew, trained. `masks`: the seeds of dropout in every step,
-    and in every habit.
+def trained(
+    built: Built, masks: Sequence[Sequence[int]] = (), counts: list[int] | None = None
+) -> Trained:
+    """The module of this text, made anew, trained. `masks`: the seeds of draws in every step, and
+    in every habit; `counts` gets how many draws each of them made.
     """
     seeds = iter(masks)
 
     def call(act: Callable[[], list[Any]]) -> list[Any]:
-        with _replayed(next(seeds, ())):
-            return act()
+        replay = _Replay(next(seeds, ()), differentiates(built.text))
+        with replay if replay.seeds else nullcontext():
+            results = act()
+        if counts is not None:
+            counts.append(replay.used)
+        return results
 
     return train(Session(built.model, built.inputs), [line for _, line in built.habits], call)
 
@@ -113,11 +118,18 @@ def gradients(named: Any, inputs: Sequence[Any]) -> dict[str, Tensor | None]:
 
 
 # -- random numbers --------------------------------------------------------------------------------
-class _Replay(TorchFunctionMode):
-    """Drops and draws what the ranks do by these seeds."""
+def differentiates(text: str) -> bool:
+    """Whether a module takes derivatives in forward: it is then traced below autograd, where torch
+    makes dropout of a bernoulli draw.
+    """
+    return any(call in text for call in ("autograd.grad(", "func.grad(", "func.jvp("))
 
-    def __init__(self, seeds: Sequence[int]) -> None:
-        self.seeds, self.used = list(seeds), 0
+
+class _Replay(TorchFunctionMode):
+    """Drops and draws what the ranks do by these seeds. `below`: as traced below autograd."""
+
+    def __init__(self, seeds: Sequence[int], below: bool) -> None:
+        self.seeds, self.below, self.used = list(seeds), below, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,6 +146,14 @@ class _Replay(TorchFunctionMode):
             return self._drawn("normal", (0, 1), args[0].shape, args[0].dtype)
         if name == "randint":
             return self._drawn("integers", args[:2], args[2], torch.int64)
+        if name == "rand_like":
+            return self._uniform(args[0].shape, args[0].dtype)
+        if name == "bernoulli":
+            return self._coins(args[0].shape, args[0]).to(args[0].dtype)
+        if name == "exponential_":
+            return args[0].copy_(-torch.log1p(-self._uniform(args[0].shape, torch.float64)))
+        if name == "randperm":
+            return self._uniform((args[0],), torch.float64).argsort()
         return func(*args, **kwargs)
 
     def _seed(self) -> Tensor:
@@ -142,39 +162,49 @@ class _Replay(TorchFunctionMode):
         return torch.tensor(seed)
 
     def _dropped(self, x: Tensor, p: float) -> Tensor:
+        if self.below:
+            return torch.where(self._coins(x.shape, 1 - p), x / (1 - p), 0)
         index = torch.arange(x.numel()).view(x.shape)
         kept = dropping.hash_of(index, dropping.keys_of(self._seed())) >= round(p * 2**32)
         return torch.where(kept, x / (1 - p), 0)
+
+    def _coins(self, shape: Any, rate: Any) -> Tensor:
+        return self._uniform(shape, torch.float32) < rate
+
+    def _uniform(self, shape: Any, dtype: torch.dtype) -> Tensor:
+        return self._drawn("uniform", (0, 1), shape, dtype)
 
     def _drawn(self, kind: Any, limits: Any, shape: Any, dtype: torch.dtype) -> Tensor:
         digits: list[Any] = [()] * len(shape)
         return sharded.draw(kind, limits, shape, dtype, self._seed(), [], digits, shape)
 
 
-def _replayed(seeds: Sequence[int]) -> AbstractContextManager[Any]:
-    return _Replay(seeds) if seeds else nullcontext()
-
-
-def orders(masks: list[list[int]]) -> list[list[list[int]]]:
-    """The seeds of every step in every order that the module may drop in."""
-    most = max(map(len, masks), default=0)
-    if not 0 < most <= _PERMUTED:
-        return [masks]
-    places = itertools.permutations(range(most))
-    return [[[seeds[i] for i in order if i < len(seeds)] for seeds in masks] for order in places]
-
-
 def agrees(
     differ: Callable[[Trained], str], text: Callable[[], Built], masks: list[list[int]]
 ) -> str:
-    """What differs between the parallel program and the module; "" where nothing does."""
-    first = ""
-    for order in orders(masks):
-        said = differ(trained(text(), order))
-        first = first or said
-        if not said:
+    """What differs between the parallel program and the module; "" where nothing does.
+
+    Seeds of a step are in the order in which the traced graph draws, as their upper words number
+    its draws. A draw whose result nothing uses is not in that graph: which ones, is tried out.
+    """
+    seeds: list[list[int]] = [sorted(step) for step in masks]
+    counts: list[int] = []
+    first = differ(trained(text(), seeds, counts))
+    fewer = {(n, len(step)) for n, step in zip(counts, seeds) if n > len(step)}
+    if not first or len(fewer) != 1:
+        return first
+    ((draws, used),) = fewer
+    for live in itertools.combinations(range(draws), used):
+        spread = [_spread(step, live, draws) if len(step) == used else step for step in seeds]
+        if not differ(trained(text(), spread)):
             return ""
     return first
+
+
+def _spread(seeds: Sequence[int], live: Sequence[int], draws: int) -> list[int]:
+    """The seeds of this many draws, of which those not in `live` have any."""
+    given = dict(zip(live, seeds))
+    return [given.get(place, 0) for place in range(draws)]
 
 
 # -- comparing -------------------------------------------------------------------------------------

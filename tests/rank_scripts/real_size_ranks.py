@@ -17,7 +17,7 @@ from torch import Tensor
 import autopar
 from on_ranks import Facts, everywhere, run_tasks
 from real_size_models import example
-from train_ranks import compared, error, joined, together, trained
+from train_ranks import compared, error, joined, trained
 
 # AdamW's first step has full length whatever the gradient's size, so a rounding error of a small
 # gradient moves its parameter as far as a large one does.
@@ -55,7 +55,6 @@ def against_one_device(task: str) -> Facts:
         "losses agree": len(set(losses)) == 1,
         "logits": error(found[1], single[1]),
         **compared(single, found),
-        "all gradients": together(found[2], single[2]),
         "buffers": _worst_buffer(par, buffers),
     }
 

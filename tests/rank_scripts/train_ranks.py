@@ -7,9 +7,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,21 +101,21 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float,
 
 
 def together(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The error of all tensors as one long vector."""
+    """The error of all tensors as one long vector, which itself would be as large as the model."""
+    assert all(found[n].shape == e.shape for n, e in expected.items())
 
-    def flat(tensors: dict[str, Tensor]) -> Tensor:
-        return torch.cat([tensors[n].flatten() for n in expected])
+    def length(tensors: Iterable[Tensor]) -> float:
+        return math.hypot(*(float(t.norm()) for t in tensors))
 
-    return error(flat(found), flat(expected))
+    return length(found[n] - e for n, e in expected.items()) / length(expected.values())
 
 
-def told(parameters: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters, zero where the gradient is rounding noise: AdamW takes a step of full length
+def told(parameter: Tensor, gradient: Tensor, least: float) -> Tensor:
+    """The parameter, zero where the gradient is rounding noise: AdamW takes a step of full length
     whatever the gradient's size, so those entries go anywhere (the bias of attention's keys, which
     softmax does not see).
     """
-    least = noise(gradients)
-    return {n: torch.where(gradients[n].abs() > least, p, 0.0) for n, p in parameters.items()}
+    return torch.where(gradient.abs() > least, parameter, 0.0)
 
 
 def noise(gradients: dict[str, Tensor]) -> float:
@@ -130,11 +131,15 @@ def compared(single: tuple[Any, ...], found: tuple[Any, ...]) -> Facts:
     assert gradients.keys() == single[2].keys(), gradients.keys() ^ single[2].keys()
     least = noise(single[2])
     told_gradients = {n: g for n, g in single[2].items() if float(g.abs().max()) > least}
+    told_parameters = (
+        (error(told(parameters[n], g, least), told(single[3][n], g, least)), n)
+        for n, g in single[2].items()
+    )
     return {
         "loss": abs(float(loss - single[0]) / float(single[0])),
         "gradients": worst({n: gradients[n] for n in told_gradients}, told_gradients),
         "all gradients": together(gradients, single[2]),
-        "parameters": worst(told(parameters, single[2]), told(single[3], single[2])),
+        "parameters": max(told_parameters),
         "all parameters": together(parameters, single[3]),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Iterator
 from unittest import mock
 
@@ -16,7 +17,7 @@ from autopar.runtime.training.step_graph import StepGraph
 from tests.fuzz import ranks as real
 from tests.fuzz.__main__ import report
 from tests.fuzz.case import Case, random_case
-from tests.fuzz.fixed import FIXED, GLOO, MENDED
+from tests.fuzz.fixed import FIXED, GLOO, IN_FORWARD, MENDED
 from tests.fuzz.habits import HABITS
 from tests.fuzz.shrink import shrunk
 from tests.fuzz.simulated import FAILURES, Result, run, run_built
@@ -53,6 +54,12 @@ def test_mended_cases(team: Team, name: str) -> None:
     assert result.kind in ("ok", "refused"), f"{result.kind} {result.said}"
 
 
+@pytest.mark.parametrize("kind", IN_FORWARD)
+def test_draws_and_derivatives_in_forward(team: Team, kind: str) -> None:
+    result = team.run(Task(Case.parse(IN_FORWARD[kind]), 1), TIMEOUT_S)
+    assert result.kind == "ok" and kind in result.used, f"{result.kind} {result.said}"
+
+
 @pytest.mark.slow
 def test_cases_on_real_ranks() -> None:
     ranks = Team(4, gloo=True)
@@ -68,6 +75,18 @@ def test_cases_on_real_ranks() -> None:
 def test_every_kind_of_op_gets_into_modules() -> None:
     for name in TABLE:
         assert any(name in _used(name, seed) for seed in range(60)), name
+
+
+def test_draws_and_derivatives_in_forward_are_drawn_often() -> None:
+    """At least five cases in a thousand have each."""
+    steps = Counter(step.op for seed in range(1000) for step in random_case(seed).steps)
+    assert not {kind for kind in IN_FORWARD if steps[kind] < 5}, steps
+
+
+def test_every_case_has_one_of_the_kinds_that_are_asked_for() -> None:
+    for seed in range(20):
+        steps = {step.op for step in random_case(seed, only="force,noise").steps}
+        assert any(op == "force" or op.startswith("noise") for op in steps)
 
 
 def _used(name: str, seed: int) -> tuple[str, ...]:

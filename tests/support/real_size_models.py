@@ -58,8 +58,9 @@ def bert_base() -> Example:
 
 
 def gpt2_small() -> Example:
+    """Of 64 tokens: with 256, its logits and their gradients took one device to 10 GB."""
     config = transformers.GPT2Config(embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
-    return _tokens(transformers.GPT2LMHeadModel(config), config.vocab_size, 256)
+    return _tokens(transformers.GPT2LMHeadModel(config), config.vocab_size, 64)
 
 
 REAL_SIZES: dict[str, Callable[[], Example]] = {
