@@ -23,7 +23,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from autopar._compat import dynamo_sources, pytree
 from autopar.cost.memory import Limit, Optimizer, Recompute
-from autopar.errors import RankError
+from autopar.errors import LayoutError, RankError
 from autopar.ir.padding import filled_up
 from autopar.ir.program import Input, without_autocast
 from autopar.ops.custom_functions import Captured
@@ -31,7 +31,7 @@ from autopar.ops.devices import CPU, filled
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.planner.plan_context import PlanContext
-from autopar.planner.request import Layouts
+from autopar.planner.request import Layouts, Stages
 from autopar.runtime.apply import agree_on_request, build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS
@@ -72,8 +72,13 @@ def backend(
     call, and again for other shapes and numbers.
 
     Calls raise what `parallelize` raises. Raises RankError where ranks hold different parameters or
-    get different inputs at the first call.
+    get different inputs at the first call, LayoutError for stages, which hold parts of the model.
     """
+    if isinstance(layout, Stages):
+        raise LayoutError(
+            f"backend: layout is {layout}: under torch.compile every rank holds all parameters. "
+            "Call autopar.parallelize(model, inputs=..., layout=...) for stages"
+        )
 
     def plan_graph(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
         limits = memory, optimizer, recompute

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Grid4D, Grid25D, Stages
+from autopar.runtime.training.adapters import require_parallel
 from on_ranks import Facts, caught, run_everywhere
 from stage_models import GPT, gpt
 
@@ -131,6 +132,7 @@ def around() -> Facts:
     expected = dict(drawn.named_parameters())
     facts["first numbers"] = max(apart(whole(p), expected[n]) for n, p in par.named_parameters())
     facts["stats"] = par.stats() is None
+    facts["refused"] = caught(lambda: require_parallel(par, "Trainer"))
     with par.no_sync():
         par(*inputs)[0].backward()
     par(*inputs)[0].backward()

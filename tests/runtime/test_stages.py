@@ -180,6 +180,11 @@ def test_stages_that_cannot_be_are_refused(
         autopar.plan(model, 4, inputs, layout, **options)
 
 
+def test_torch_compile_has_no_stages() -> None:
+    with pytest.raises(autopar.LayoutError, match="every rank holds all parameters"):
+        autopar.backend(layout=Stages(2, "fsdp"))
+
+
 # -- on real ranks ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("ranks", "tasks"),
@@ -210,4 +215,5 @@ def test_what_goes_on_around_training_in_stages(tmp_path: Path) -> None:
     for found in launched(tmp_path, 4, "around", script="stages_ranks.py", seconds=900):
         facts = found["around"]
         assert facts.pop("step") == 1 and facts.pop("stats")
+        assert "Trainer has a model in stages" in facts.pop("refused")
         assert max(facts.values()) < 1e-9, facts

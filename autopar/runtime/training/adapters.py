@@ -171,12 +171,20 @@ def _checkpoints(path: Path, state: Mapping[str, Any], values: Mapping[str, Valu
 
 
 def require_parallel(module: nn.Module, call: str) -> nn.Module:
-    """Return a parallel model; raise InputError for another one."""
+    """Return a parallel model; raise InputError for another one, and for one in stages: what clips
+    gradients and gathers predictions here would see one stage.
+    """
     if not isinstance(module, ParallelModule):
         raise InputError(
             f"{call} has a {type(module).__name__}, which is not parallel: call "
             "autopar.parallelize(model, inputs=...) first, with the process group up, and give the "
             "optimizer the parameters of what it returns"
+        )
+    if module.plan.stage_starts:
+        raise InputError(
+            f"{call} has a model in stages ({module.plan.layout}), whose gradients and predictions "
+            "it would see of one stage alone: write the loop with par.clip_grad_norm_, or plan "
+            "without autopar.Stages"
         )
     return module
 
