@@ -220,12 +220,12 @@ class Stages:
     >>> class Net(torch.nn.Module):
     ...     def __init__(self):
     ...         super().__init__()
-    ...         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+    ...         self.layers = torch.nn.ModuleList(torch.nn.Linear(512, 512) for _ in range(4))
     ...     def forward(self, x):
     ...         for layer in self.layers:
     ...             x = layer(x).relu()
     ...         return x.square().mean()
-    >>> plan = autopar.plan(Net(), 4, (torch.ones(8, 8),), Stages(2, "fsdp"), microbatches=4)
+    >>> plan = autopar.plan(Net(), 4, (torch.ones(512, 512),), Stages(2, "fsdp"), microbatches=4)
     >>> plan.stage_starts, str(plan.mesh)
     (('layers.2',), 'data2')
 
