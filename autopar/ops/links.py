@@ -42,9 +42,9 @@ class Links:
         self._rank, self._size = rank, mesh.size
         self._received: dict[int, int] = defaultdict(int)  # tensors from each copy so far
         self._leaving: list[tuple[dist.Work, Tensor]] = []
-        self._groups: tuple[dist.ProcessGroup, ...] = ()
+        self._mesh, self._copies = mesh, copies
         if comm.simulator is None:
-            self._groups = process_groups.connect_stages(mesh, copies)
+            process_groups.connect_stages(mesh, copies)
 
     def send(self, copy: int, x: Tensor) -> None:
         """Send a tensor to a copy, without waiting."""
@@ -81,6 +81,11 @@ class Links:
     def group(self) -> dist.ProcessGroup:
         """The process group of the ranks at this rank's place in every copy, by their copies."""
         return self._groups[0]
+
+    @property
+    def _groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        # they are held by process_groups alone, which ends them before Python does
+        return process_groups.connect_stages(self._mesh, self._copies)
 
     def finish(self) -> None:
         """Wait until everything that was sent has left."""

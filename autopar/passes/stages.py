@@ -55,6 +55,12 @@ def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
     one begins with. Raises PlanError where a stage would have nothing to train, or where the model
     changes a buffer.
     """
+    fed = [e.target for e in program.signature.inputs if e.kind == "user" and e.trainable]
+    if fed:
+        raise PlanError(
+            f"stages: the input {fed[0]} requires a gradient, which no stage sends back: detach "
+            "it, or plan without stages"
+        )
     home = _homes(program, firsts)
     count = len(firsts) + 1
     trains = any(e.trainable for e in program.signature.inputs if e.kind == "parameter")
@@ -116,6 +122,12 @@ def check(program: Program, stages: Sequence[Stage]) -> None:
     assert returned == list(range(len(outputs))), "a result is lost"
     for stage in stages:
         stage.program.module.graph.lint()
+        several = {n.all_input_nodes[0].name for n in _items(stage.program.module.graph)}
+        assert several.isdisjoint(stage.receives), "a border of several tensors"
+
+
+def _items(graph: fx.Graph) -> Sequence[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=operator.getitem))
 
 
 def balanced(seconds: Mapping[str, float], count: int) -> tuple[str, ...]:
@@ -200,7 +212,8 @@ def _homes(program: Program, firsts: Sequence[str]) -> dict[fx.Node, int]:
         home[node] = max([own, *(home[n] for n in reads)])
     for node in reversed(flowing):
         users = [home[user] for user in node.users if user in home]
-        if users and not block_of(node) and min(users) > home[node]:
+        moves = not block_of(node) and node.target is not operator.getitem
+        if users and moves and min(users) > home[node]:
             later, sent = min(users), 0.0
             for read in set(node.all_input_nodes) & set(home):
                 others = [home[user] for user in read.users if user in home and user is not node]

@@ -247,7 +247,8 @@ def _memory_of_rank(
 
 def _border_bytes(stage: Stage) -> float:
     layouts, dtypes = stage.program.layouts, stage.program.dtypes
-    return float(sum(layouts[n].local_size * dtypes[n].itemsize for n in stage.receives))
+    names = (*stage.receives, *stage.sends)
+    return float(sum(layouts[n].local_size * dtypes[n].itemsize for n in names))
 
 
 def _together(a: Memory, b: Memory) -> Memory:

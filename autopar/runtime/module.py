@@ -209,6 +209,8 @@ class ParallelModule(Inspection, nn.Module):
     ) -> None:
         """Cut whole tensors to this rank's parts before they are loaded."""
         cut_state(self._autopar.stored, state_dict, prefix)
+        for name in self._autopar.root.elsewhere:  # other stages take their own
+            state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *rest, **options)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

@@ -70,6 +70,9 @@ def parity(layout: Stages, parts: int) -> Facts:
         theirs.step()
     for name, parameter in par.named_parameters():
         errors[f"parameter {name}"] = apart(whole(parameter), expected[name].detach())
+    with torch.no_grad():  # of the planned kind: every rank gets all rows
+        pairs = zip(par(*inputs), one(*inputs), strict=True)
+        errors["without gradients"] = max(apart(a, b) for a, b in pairs)
     facts = {"apart": max(errors.values()), "worst": max(errors, key=lambda n: errors[n])}
     facts |= {"compared": len(errors), "names": [n for n, _ in par.named_parameters()]}
     par.eval()
@@ -89,7 +92,7 @@ def around() -> Facts:
     folder = Path(folders[0])
     model, inputs = gpt()
     par = autopar.parallelize(model, None, inputs, layout=Stages(2, "fsdp"), microbatches=4)
-    optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(groups(par), lr=1e-2)
     par(*inputs)[0].backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -103,7 +106,7 @@ def around() -> Facts:
     second = {name: x.detach() for name, x in par.unshard().named_parameters()}  # type: ignore[union-attr]
 
     other = autopar.parallelize(gpt(1)[0], None, inputs, layout=Stages(4, "ddp"), microbatches=4)
-    theirs = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(groups(other), lr=1e-2)
     facts: Facts = {
         "step": autopar.Checkpoints(folder / "run", model=other, optimizer=theirs).load()
     }
@@ -113,13 +116,18 @@ def around() -> Facts:
     facts["goes on"] = max(apart(whole(p), second[n]) for n, p in other.named_parameters())
 
     one = autopar.parallelize(gpt(1)[0], None, inputs, layout="fsdp")
-    adam = torch.optim.AdamW(one.parameters(), lr=1e-2)
+    adam = torch.optim.AdamW(groups(one), lr=1e-2)
     autopar.Checkpoints(folder / "run", model=one, optimizer=adam).load()
     facts["without stages"] = max(apart(whole(p), after[n]) for n, p in one.named_parameters())
     one.load_weights(folder / "files")
     facts["files"] = max(apart(whole(p), after[n]) for n, p in one.named_parameters())
     other.load_weights(folder / "files")
     facts["files in stages"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
+
+    other.load_state_dict({**after, "head.weight": after["embed.weight"]})
+    facts["whole states"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
+    next(other.parameters()).requires_grad_(False)
+    facts["frozen"] = caught(lambda: other(*inputs))
 
     torch.set_default_dtype(torch.float64)  # in which numbers are drawn
     torch.manual_seed(3)
@@ -143,6 +151,13 @@ def around() -> Facts:
         apart(once[n], 2 * whole(p.grad)) for n, p in par.named_parameters() if p.grad is not None
     )
     return facts
+
+
+def groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Groups of parameters for an optimizer, the first of which the last stage has nothing of."""
+    named = [(n, p) for n, p in module.named_parameters()]
+    first = [p for n, p in named if n.startswith("place")]
+    return [{"params": first}, {"params": [p for n, p in named if not n.startswith("place")]}]
 
 
 def refusals() -> Facts:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 import models
 from autopar import Grid4D, Grid25D, GridEP, Stages
 from launch import launched
 from moe_models import MOE
-from stage_models import apart_towers, gpt
+from stage_models import GPT, apart_towers, gpt
 
 VERIFIED: list[tuple[Stages, int, int]] = [
     (Stages(2, "ddp"), 2, 4),
@@ -58,6 +59,17 @@ def test_blocks_that_run_again_in_stages(recompute: Any) -> None:
 def test_dropout_in_stages_is_that_of_one_device() -> None:
     model, inputs = gpt(dropout=0.3)
     autopar.verify(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
+
+
+@pytest.mark.slow
+def test_a_metric_before_the_loss_is_no_loss() -> None:
+    class Counting(GPT):
+        def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+            loss, logits = super().forward(tokens, labels)
+            return (logits.argmax(-1) == labels).double().mean(), loss
+
+    _, inputs = gpt()
+    autopar.verify(Counting().double(), 2, inputs, Stages(2, "ddp"), microbatches=4)
 
 
 @pytest.mark.slow
@@ -216,4 +228,5 @@ def test_what_goes_on_around_training_in_stages(tmp_path: Path) -> None:
         facts = found["around"]
         assert facts.pop("step") == 1 and facts.pop("stats")
         assert "Trainer has a model in stages" in facts.pop("refused")
+        assert "was frozen since the model was parallelized in stages" in facts.pop("frozen")
         assert max(facts.values()) < 1e-9, facts

@@ -100,6 +100,7 @@ class CallGraphs:
                 "do so on the original model before it is parallelized, or put a hook on the "
                 "parallel model itself or on a parameter"
             )
+        self._require_as_trained()
         training = self._module.training
         for graph in (self.first, *self.others):
             bound = graph.bind(args, kwargs, training, self._owner)
@@ -109,6 +110,20 @@ class CallGraphs:
         bound = graph.bind(args, kwargs, training, self._owner)
         assert bound is not None
         return graph, bound
+
+    def _require_as_trained(self) -> None:
+        """Raise InputError where a parameter of a model in stages was frozen or unfrozen: other
+        ranks, which do not hold it, would not know, and wait.
+        """
+        if not self._plan.stage_starts or not torch.is_grad_enabled():
+            return
+        for entry in self.first.parameters:
+            if self._owner.tensor(entry.target).requires_grad != entry.trainable:
+                raise InputError(
+                    f"{entry.target} was {'frozen' if entry.trainable else 'unfrozen'} since the "
+                    "model was parallelized in stages, and ranks of other stages do not know it: "
+                    "do so before autopar.parallelize; to evaluate, call under torch.no_grad()"
+                )
 
     @contextmanager
     def bare_model(self) -> Iterator[nn.Module]:

@@ -254,10 +254,10 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
     hold (lr, betas), which no parameter's name could stand for, in their order.
     """
     state: dict[str, Any] = {"optimizer": {}}
-    with _without_empty_groups(optimizer) as empty:
+    with _without_empty_groups(optimizer):
         if optimizer.param_groups:
             state["optimizer"] = get_optimizer_state_dict(model, optimizer, options=_OPTIONS)
-    for number, group in enumerate(empty):
+    for number, group in enumerate(_empty_everywhere(optimizer)):
         settings = {name: value for name, value in group.items() if name != "params"}
         state[f"{_EMPTY_GROUP}{number}"] = _packed(settings)
     return state
@@ -267,7 +267,8 @@ def _set_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
 ) -> None:
     """Give the optimizer what `_optimizer_state` returned."""
-    with _without_empty_groups(optimizer) as empty:
+    empty = _empty_everywhere(optimizer)
+    with _without_empty_groups(optimizer):
         if optimizer.param_groups:
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=_OPTIONS)
     for number, group in enumerate(empty):
@@ -278,19 +279,27 @@ def _set_optimizer_state(
             group[name] = value
 
 
+def _empty_everywhere(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the groups without parameters on any rank. Collective: the parameters of a group may
+    be those of another stage of a pipeline.
+    """
+    own = [n for n, group in enumerate(optimizer.param_groups) if not group["params"]]
+    common = set(own).intersection(*ranks.all_of(own))
+    return [optimizer.param_groups[n] for n in sorted(common)]
+
+
 @contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
-    """Take the groups without parameters out of the optimizer within the block, and yield them:
-    torch's functions of a distributed optimizer's state know a group by its first parameter.
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take the groups without parameters out of the optimizer within the block: torch's functions
+    of a distributed optimizer's state know a group by its first parameter.
     """
     groups = optimizer.param_groups
-    empty = [group for group in groups if not group["params"]]
-    if not empty:
-        yield empty
+    if all(group["params"] for group in groups):
+        yield
         return
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:
-        yield empty
+        yield
     finally:  # a state that was loaded has made the others anew
         others = iter(optimizer.param_groups)
         optimizer.param_groups = [next(others) if g["params"] else g for g in groups]

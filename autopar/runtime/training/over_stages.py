@@ -56,8 +56,11 @@ def clip_grad_norm(
     total = total.full_tensor() if isinstance(total, DTensor) else total
     if isinstance(run, StagesRun):
         largest = norm_type == float("inf")
-        share = total if largest else total**norm_type
-        share = share.to(run.device).clone()
+        # stages may have other dtypes, and the square of a norm is no number of float16
+        total = total.to(
+            run.device, torch.float64 if total.dtype == torch.float64 else torch.float32
+        )
+        share = (total if largest else total**norm_type).clone()
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         dist.all_reduce(share, op, group=run.links.group)
         total = share if largest else share ** (1 / norm_type)

@@ -253,6 +253,11 @@ class Sums:
         self.closes = False
         self._kept: list[Tensor] = []
 
+    @property
+    def storages(self) -> set[int]:
+        """The memory of what is held."""
+        return {x.untyped_storage().data_ptr() for x in self._kept}
+
     def form(self) -> Form:
         return "final" if self.closes else "deferred"
 

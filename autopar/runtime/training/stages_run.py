@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._compat import add_each
+from autopar.errors import InputError, PlanError
 from autopar.ir.pipeline_schedule import Action, Pipeline
 from autopar.ir.program import Program
 from autopar.ops.links import Links, Pending
@@ -87,6 +88,7 @@ class StagesRun(PartsRun):
         states = enumerate(self._results())
         self._everywhere = [i for i, (_, s) in states if s != "rows" or parts.count == 1]
         self._shapes = _shapes_of_results(program, device)
+        self.loss_place = self._place_of_loss(program)
 
     # -- a step ------------------------------------------------------------------------------------
     def __call__(self, *values: Any) -> Any:
@@ -94,15 +96,12 @@ class StagesRun(PartsRun):
             return super().__call__(*values)
         own, seeds = values[: len(self._own)], values[len(self._own) :]
         with torch.no_grad():
-            return self._shared(self._forwards(own, seeds))
+            return self._shared(self._forwards(own, seeds), range(len(self._shapes)))
 
     def _forwards(self, own: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
         """Return the results of a step without a backward."""
         step = _Step(self, list(self._each(own, seeds)), {})
-        for action in self._own_actions:
-            if action.kind == "F":
-                step.forward(action)
-        step.finish()
+        step.run([action for action in self._own_actions if action.kind == "F"])
         return self._combined(step.results)
 
     def step(
@@ -111,28 +110,36 @@ class StagesRun(PartsRun):
         """Return the results of a step, which of them is the loss, and its gradient for the values
         at `places`, summed across ranks.
         """
+        if self.loss_place < 0:
+            raise InputError(
+                "a step in stages needs a loss: a scalar that carries a gradient. Call the model "
+                "under torch.no_grad() where there is none"
+            )
         leaves = {i: own[i].detach().requires_grad_() for i in places}
         named = [leaves.get(i, x) for i, x in enumerate(own)]
         parts = list(self._each(named, seeds))
         self._prepare(parts[0])
         trained = {e.node: leaves[i] for i, e in enumerate(self._own) if i in leaves}
         step = _Step(self, parts, trained)
-        for action in self._own_actions:
-            step.forward(action) if action.kind == "F" else step.backward(action)
-        step.finish()
+        step.run(self._own_actions)
         self._sum_over_stages(step.gradients, trained)
         gradients = [step.gradients.get(self._own[i].node) for i in places]
-        results = self._shared(self._combined(step.results))
+        results = self._shared(self._combined(step.results), self._everywhere)
         return results, self.loss_place, gradients
 
-    @property
-    def loss_place(self) -> int:
-        """The place of the loss among the results: the first scalar that is a sum over parts."""
-        return next(
-            i
+    def _place_of_loss(self, program: Program) -> int:
+        """Return the place of the loss among the results, the same on all ranks: the first scalar
+        that is a sum over parts and carries a gradient; the first sum where nothing carries one.
+        """
+        notes = program.annotations
+        assert notes is not None
+        values = {node.name: node.meta.get("value") for node in program.module.graph.nodes}
+        scalars = [
+            (i, values[output.node] in notes.gradient)
             for i, (output, state) in enumerate(self._results())
             if state == "sum" and not self._layouts[output.node].shape
-        )
+        ]
+        return next((i for i, carries in scalars if carries), scalars[0][0] if scalars else -1)
 
     def _combined(self, found: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results that this rank has of the step, None for those of others."""
@@ -146,19 +153,26 @@ class StagesRun(PartsRun):
     def _joined(self, node: str, found: Sequence[Tensor]) -> Any:
         return None if found[0] is _MISSING else super()._joined(node, found)
 
-    def _shared(self, results: list[Any]) -> list[Any]:
-        """Return the results with those on every rank that every rank gets."""
+    def _shared(self, results: list[Any], places: Iterable[int]) -> list[Any]:
+        """Return the results, those at `places` on every rank."""
         me = self.links.copy
-        for place in self._everywhere:
+        for place in places:
             home = self.pipeline.rank_of(self._home[place])
             if home == me:
                 for copy in range(self.pipeline.ranks):
                     if copy != me:
                         self.links.send(copy, results[place])
             else:
-                results[place] = self.links.receive(home, self._shapes[place]).wait()
+                results[place] = self.links.receive(home, self._shape_of_step(place)).wait()
         self.links.finish()
         return results
+
+    def _shape_of_step(self, place: int) -> Tensor:
+        """Return an example of a result of all parts."""
+        part, state = self._shapes[place], self._parts.results[place]
+        if state != "rows":
+            return part
+        return part[(0,) * part.dim()].expand(part.shape[0] * self.count, *part.shape[1:])
 
     def _sum_over_stages(self, gradients: dict[str, Tensor], trained: Mapping[str, Tensor]) -> None:
         """Sum the gradients of parameters that several ranks hold: the first one adds them up in
@@ -195,7 +209,14 @@ class StagesRun(PartsRun):
         def derive() -> None:
             for number, run in self.runs.items():
                 if isinstance(run, Scheduled):
+                    run.defers_scattered = self._sums_once
                     run.prepare(self.arguments(number, named, self._received_examples(number)))
+                    if run.forward is None:
+                        raise PlanError(
+                            f"stages: nothing that is trained reaches what stage {number} sends or "
+                            "returns: freeze its parameters before the model is parallelized, or "
+                            "use fewer stages"
+                        )
 
         ranks.together("deriving the backward", derive)
         orders = {n: run.order() for n, run in self.runs.items() if isinstance(run, Scheduled)}
@@ -284,16 +305,24 @@ class _Step:
             }
         # of the actions whose backward is to come: what was received, and what has a gradient
         self._held: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+        self._next: Action | None = None
         self._left: dict[int, int] = defaultdict(lambda: len(parts))  # backwards of a stage
         self._sums = {number: Sums() for number in owner.runs}
         for number, run in owner.runs.items():
             if isinstance(run, Scheduled):
                 run.accumulator = self._sums[number]
-                run.defers_scattered = owner._sums_once
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Run the actions, in order. The receive for the next one is posted before one computes."""
+        for action, after in zip(actions, [*actions[1:], None], strict=True):
+            self._next = after
+            self.forward(action) if action.kind == "F" else self.backward(action)
+        self.finish()
 
     def forward(self, action: Action) -> None:
         owner, stage = self._owner, self._owner.stages[action.stage]
         received = self._received(action, stage.receives)
+        self._expect()
         for name, x in received.items():
             example = owner.border_of((Action("F", action.stage - 1, action.part), name))
             received[name] = x.requires_grad_(example.requires_grad and bool(self._trained))
@@ -316,6 +345,7 @@ class _Step:
         received, rooted = self._held.pop((action.stage, action.part))
         owner.backwards[action.stage, action.part] += 1
         incoming = self._received(action, [name for name in stage.sends if name in rooted])
+        self._expect()
         self._left[action.stage] -= 1
         self._sums[action.stage].closes = not self._left[action.stage]
         borders = {name: x for name, x in received.items() if x.requires_grad}
@@ -327,6 +357,13 @@ class _Step:
         back = {
             name: torch.zeros_like(x) if gradient is None else gradient
             for (name, x), gradient in zip(borders.items(), found, strict=False)
+        }
+        # what stays here is added to in place, while what is sent may not have left
+        own = {x.untyped_storage().data_ptr() for x in found[len(borders) :] if x is not None}
+        own |= self._sums[action.stage].storages
+        back = {
+            name: x.clone() if x.untyped_storage().data_ptr() in own else x
+            for name, x in back.items()
         }
         self._hand_over(action, back)
         self._add(leaves, found[len(borders) :])
@@ -357,6 +394,15 @@ class _Step:
             else:
                 owner.links.send(copy, made[name])
 
+    def _expect(self) -> None:
+        """Post what the next action needs of another rank."""
+        action, pipeline = self._next, self._owner.pipeline
+        before = None if action is None else action.before(pipeline.stages)
+        if before is None or pipeline.rank_of(before.stage) == self._owner.links.copy:
+            return
+        made = self._owner.made_by(before)
+        self._post(pipeline.rank_of(before.stage), [(before, name) for name in made])
+
     def _received(self, action: Action, names: Sequence[str]) -> dict[str, Tensor]:
         """Return what an action needs of another stage's."""
         owner = self._owner
@@ -372,7 +418,7 @@ class _Step:
         return {name: found[name] for name in names}
 
     def _post(self, copy: int, keys: Sequence[_Key]) -> None:
-        """Post receives up to these, and those that are to come next, in the sender's order."""
+        """Post receives up to these, in the sender's order."""
         missing = {key for key in keys if key not in self._posted}
         awaited = self._awaited[copy]
         while missing:

@@ -461,6 +461,11 @@ def timelines(module: Any, times: int, args: Any, kwargs: Any) -> list[MeasuredS
             "what runs on its streams would not be seen. Profile the step with torch.profiler "
             "and its CUDA activity"
         )
+    if module.plan.stage_starts:
+        raise PlanError(
+            "a timeline is read off one forward and one backward of a graph, and this module runs "
+            "stages: plan.report draws the modelled step of all of them"
+        )
     if module.plan.microbatches > 1:
         raise PlanError(
             "a timeline is read off one forward and one backward, and a step of this module runs "
