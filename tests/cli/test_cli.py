@@ -250,7 +250,7 @@ def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
         (("plan", "gpt2", "--world", "no/such.json"), "Error: "),
         (("plan", "test_cli:tiny", "--outputs", "half"), "outputs is 'half': it is to be"),
         (("verify", "test_cli:on_meta"), "parameters on the meta device"),
-        (("verify", "test_cli:tiny", "--ranks", "3", "--layout", "ddp"), "a batch of 16"),
+        (("verify", "test_cli:tiny", "--ranks", "64", "--layout", "ddp"), "a batch of 16"),
         (("show", "no_such_plan.json"), "no_such_plan.json: No such file or directory"),
         (
             ("plan", "gpt2", "--timeline", "nowhere/x.json"),

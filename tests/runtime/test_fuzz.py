@@ -182,7 +182,8 @@ def test_a_false_alarm_and_an_error_are_failures_and_a_refusal_is_none() -> None
     for error, kind in ((VerificationError("alarm"), "false alarm"), (KeyError("x"), "error")):
         with mock.patch("autopar.api.compare", side_effect=error):
             assert run(case, 1).kind == kind and kind in FAILURES
-    refused = run(dataclasses.replace(case, sizes=(5, 8)), 1)
+    few = "rows 1x8 | linear:1 | mean_square:0 return_loss:0 | | 4 | 'fsdp'"
+    refused = run(Case.parse(few), 1)  # too few rows to be padded for
     assert refused.kind == "refused" and "LayoutError" in refused.said and not refused.failed
 
 

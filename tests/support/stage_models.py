@@ -77,4 +77,4 @@ def apart_towers() -> tuple[nn.Module, tuple[Any, ...]]:
 
     torch.manual_seed(0)
     model = Towers().to(torch.float64)
-    return model, (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    return model, (torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double())

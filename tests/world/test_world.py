@@ -348,9 +348,9 @@ def test_what_was_calibrated_here_is_what_runs(
     found, told = running_world()
     assert found == dataclasses.replace(measured, name="world.json")
     assert told == "the world is world.json, which was calibrated"
-    assert apply._named_or_running(None) == found  # what parallelize takes
+    assert apply.named_or_running(None) == found  # what parallelize takes
     assert f"autopar: {told}\n" in capsys.readouterr().err
-    assert apply._named_or_running(8).name == ""
+    assert apply.named_or_running(8).name == ""
     monkeypatch.setenv("WORLD_SIZE", "8")
     found, told = running_world()
     assert found == World.detect()
