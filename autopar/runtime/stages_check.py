@@ -9,6 +9,7 @@ AdamW. api.py calls `compare_stages`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from autopar._compat import pytree
 from autopar.errors import VerificationError
 from autopar.ir.padding import cut_unpadded, filled_up, join_unpadded
 from autopar.ir.pipeline_schedule import Action, actions, in_sequence
@@ -26,7 +28,7 @@ from autopar.passes.microbatches import Parts, in_one_part
 from autopar.passes.stages import Stage, cut
 from autopar.runtime import lockstep
 from autopar.runtime.parts_check import leaves_of_parts
-from autopar.runtime.reference import double_by_default, to_float64
+from autopar.runtime.reference import double_by_default, tensor_to_float64, to_float64
 from autopar.runtime.training.parts_run import batch_program
 from autopar.runtime.training.stages_run import StagesRun, own_program
 
@@ -67,13 +69,16 @@ def compare_stages(
         totals = None
         if parts.totals is not None:
             totals = to_float64(Program(parts.totals, program.signature)).module
-        calls = leaves_of_parts(inputs, parts, totals)
+        batch = [
+            tensor_to_float64(x) if isinstance(x, Tensor) else x for x in pytree.tree_leaves(inputs)
+        ]
+        calls = leaves_of_parts(_by_parts_of_ranks(batch, program, parts), parts, totals)
         expected = _train(
             lambda own: _loss_on_a_device(reference, calls, own), _own_parameters(reference)
         )
         ranks = lockstep.run(
             plan.mesh,
-            lambda rank: _on_rank(rank, program, parts, stages, schedule, calls),
+            lambda rank: _on_rank(rank, program, parts, stages, schedule, batch),
             groups_of(program.module),
             pipeline.ranks,
         )
@@ -92,6 +97,22 @@ def compare_stages(
             f"{worst} is off by {errors[worst]:.1e}, past {tolerance:.0e}"
         )
     return StageErrors(max(losses), max(gradients.values()), max(steps.values()))
+
+
+def _by_parts_of_ranks(batch: Sequence[Any], program: Program, parts: Parts) -> list[Any]:
+    """Return the leaves with their rows in the order of the parts that ranks run: each part has as
+    many of every rank. So the same rows of a part draw the same random numbers.
+    """
+    entries = [e for e in program.signature.inputs if e.position in parts.split]
+    blocks = max(
+        (math.prod(d.size for d in program.layouts[e.node].digits(0)) for e in entries), default=1
+    )
+    return [
+        leaf.unflatten(0, (blocks, parts.count, -1)).transpose(0, 1).flatten(0, 2)
+        if place in parts.split
+        else leaf
+        for place, leaf in enumerate(batch)
+    ]
 
 
 # -- one device ------------------------------------------------------------------------------------
@@ -167,7 +188,7 @@ def _on_rank(
     parts: Parts,
     stages: Sequence[Stage],
     schedule: Sequence[Sequence[Action]],
-    calls: Sequence[Sequence[Any]],
+    leaves: list[Any],
 ) -> _Trained:
     plan = program.plan
     assert plan is not None
@@ -181,10 +202,7 @@ def _on_rank(
         part, parts, None, stages, runs, schedule, pipeline, links, torch.device("cpu")
     )
     batch = batch_program(part, parts)
-    leaves = run.leaves = [
-        torch.cat([call[place] for call in calls]) if place in parts.split else leaf
-        for place, leaf in enumerate(calls[0])
-    ]
+    run.leaves = leaves
     own: dict[str, Tensor] = {}
     for entry in batch.signature.inputs:
         if entry.kind == "parameter":
