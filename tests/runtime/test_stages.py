@@ -14,7 +14,7 @@ import autopar
 import models
 from autopar import Grid4D, Grid25D, GridEP, Stages
 from launch import launched
-from moe_models import MOE
+from moe_models import mixtral
 from stage_models import GPT, apart_towers, gpt
 
 VERIFIED: list[tuple[Stages, int, int]] = [
@@ -93,7 +93,7 @@ def test_models_of_transformers_in_stages(name: str, within: Any, ranks: int) ->
 
 @pytest.mark.slow
 def test_experts_in_stages() -> None:
-    model, args, inputs = MOE["mixtral"]()
+    model, args, inputs = mixtral(layers=2)
     layout = Stages(2, GridEP(expert=2))
     autopar.verify(model, 4, inputs or args, layout, microbatches=2)
 

@@ -36,12 +36,13 @@ def inputs() -> dict[str, Any]:
     return {"input_ids": ids, "labels": ignore_some(ids)}
 
 
-def mixtral() -> Example:
+def mixtral(layers: int = 1) -> Example:
     from transformers.models.mixtral.configuration_mixtral import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
     torch.manual_seed(0)
-    config = MixtralConfig(**moe_config(head_dim=8, num_local_experts=EXPERTS))
+    changes = {"head_dim": 8, "num_local_experts": EXPERTS, "num_hidden_layers": layers}
+    config = MixtralConfig(**moe_config(**changes))
     return MixtralForCausalLM(config).train(), (), inputs()
 
 
