@@ -102,6 +102,8 @@ def _parts(plan: Plan) -> list[str]:
     """Return the line on the parts of the overlapped step, if the step overlaps."""
     if plan.overlapped is None:
         return []
+    if plan.stage_starts:
+        return ["the lines are of all stages together; a rank sends and computes those of its own"]
     total = summed_rows(plan.rows)
     parts = [
         f"{_STEP_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
