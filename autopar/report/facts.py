@@ -22,7 +22,6 @@ from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_count, format_seconds, subgraphs_of
 from autopar.report.alternatives import Alternative, alternatives
-from autopar.world import World
 
 _MOST_FORMULAS = 40  # subgraphs with a closed form: each takes a moment
 
@@ -85,7 +84,9 @@ def gather(
     """Return the facts of a plan. `name` of the model; `inputs` give tokens/s; `compare` plans the
     named layouts, too.
     """
-    others = tuple(alternatives(plan, progress=progress)) if compare else ()
+    # the named layouts would be planned for the ranks of one stage
+    compares = compare and not plan.stage_starts
+    others = tuple(alternatives(plan, progress=progress)) if compares else ()
     return Facts(
         name or "the model",
         plan,
@@ -104,8 +105,10 @@ def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
     error = "" if rate is None or rate.off is None else f" ± {rate.off:.0%}"
     yield Card("model", name or "–", _parameters_text(plan))
     rates = "rates measured" if plan.measured else "rates assumed, not measured"
-    yield Card("world", _world_name(plan.world), f"{plan.world}; {rates}")
-    yield Card("mesh", str(plan.mesh) or "one rank", f"layout {plan.layout}")
+    of_stage = "one stage: " if plan.stage_starts else ""
+    name_of_world = f"{plan.ranks:,} × {plan.world.device.name}"
+    yield Card("world", name_of_world, f"{of_stage}{plan.world}; {rates}")
+    yield Card("mesh", of_stage + (str(plan.mesh) or "one rank"), f"layout {plan.layout}")
     yield Card("step", format_seconds(plan.step_seconds) + error, _step_text(plan))
     if rate is not None:
         yield Card(f"{rate.unit}/s", format_count(round(rate.rate)), "on all ranks")
@@ -118,10 +121,6 @@ def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
         yield Card("gap", f"{plan.gap:.2%}", more)
 
 
-def _world_name(world: World) -> str:
-    return f"{world.ranks:,} × {world.device.name}"
-
-
 def _parameters_text(plan: Plan) -> str:
     if plan.context is None:
         return f"graph {plan.fingerprint}"
@@ -130,6 +129,8 @@ def _parameters_text(plan: Plan) -> str:
 
 
 def _step_text(plan: Plan) -> str:
+    if plan.stage_starts:
+        return "modelled, with the time that ranks of a pipeline wait"
     if plan.overlapped is None:
         return "modelled; communication is waited for"
     exposed = sum(row.exposed or 0.0 for row in plan.rows)
@@ -142,6 +143,12 @@ def _step_text(plan: Plan) -> str:
 
 def why_text(plan: Plan, others: Iterable[Alternative]) -> str:
     """Return one sentence that says why this layout."""
+    if plan.stage_starts:
+        return (
+            f"{len(plan.stage_starts) + 1} stages were asked for, each on mesh "
+            f"{str(plan.mesh) or 'of one rank'}, whose layout is the fastest that was found; they "
+            "are cut where the slowest stage is fastest."
+        )
     if not plan.mesh.axes:
         return "There is one rank, so there is nothing to lay out."
     sentence = f"Mesh {plan.mesh} under layout {plan.layout}"

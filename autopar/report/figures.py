@@ -145,8 +145,8 @@ def meshes_figure(plan: Plan) -> Figure | None:
 
 def timeline_figure(plan: Plan) -> Figure | None:
     """Return the modelled step on its tracks: computing, waiting, and each group's lane."""
-    if plan.context is None or not plan.mesh.axes:
-        return None
+    if plan.context is None or not plan.mesh.axes or plan.stage_starts:
+        return None  # the step of stages is drawn by pipeline.py
     timeline = plan.timeline(plan.overlapped is not None)
     spans = sorted(timeline.spans, key=lambda span: -span.seconds)[:_MOST_SPANS]
     tracks = ["compute", "waits", *sorted({s.track for s in spans} - {"compute", "waits"})]
@@ -169,7 +169,7 @@ def timeline_figure(plan: Plan) -> Figure | None:
 
 def memory_figure(plan: Plan) -> Figure | None:
     """Return what a rank holds over the step by kind, communication being waited for."""
-    if plan.context is None:
+    if plan.context is None or plan.stage_starts:  # a rank holds its own stages alone
         return None
     held = moments(plan.context.program, plan.optimizer, plan.context.world)
     unit, unit_bytes = byte_unit(max(sum(moment[1:]) for moment in held))

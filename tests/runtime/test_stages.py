@@ -136,6 +136,15 @@ def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
     assert read == plan and read.schedule == "1f1b"
 
 
+def test_a_report_draws_the_pipeline_and_says_how_many_ranks_there_are(tmp_path: Path) -> None:
+    model, inputs = gpt()
+    plan = autopar.plan(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
+    plan.report(path := tmp_path / "report.html", "a GPT", inputs)
+    page = path.read_text()
+    assert "a GPT on 4 ranks" in page and "2 stages were asked for" in page
+    assert "<svg" in page and "backward B1.3" in page and "best named layout" not in page
+
+
 @pytest.mark.slow
 def test_a_plan_from_a_file_is_verified(tmp_path: Path) -> None:
     model, inputs = gpt()
