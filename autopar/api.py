@@ -32,7 +32,6 @@ from autopar.planner.pipelines import (
     in_stages,
     of_one_stage,
     require_parts,
-    stages_of,
 )
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest, Stages
@@ -120,22 +119,17 @@ def plan(
     check_room(model, machines, budget)
     request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
     if isinstance(layout, Stages) and layout.count == "auto":
-        own = machines, inputs
         rest = memory, optimizer, recompute, progress, smaller, reduce_dtype, overlap, outputs
-        attempt = partial(_plan_in, model, own, (*rest, microbatches))
-        return in_fastest_stages(attempt, machines, layout)
+        return in_fastest_stages(
+            lambda stages: plan(model, machines, inputs, stages, *rest, microbatches),
+            machines,
+            layout,
+        )
     machines, request = of_one_stage(machines, request)
     planned = partial(_plan_parts, model, machines, inputs, request, progress, smaller)
     if microbatches == "auto":
         return in_fastest_parts(planned, inputs, request.stages is not None)
     return planned(microbatches)
-
-
-def _plan_in(
-    model: nn.Module, own: tuple[World, Inputs], rest: tuple[Any, ...], stages: Stages
-) -> Plan:
-    """Return the plan for a number of stages."""
-    return plan(model, *own, stages, *rest)
 
 
 def _plan_parts(
@@ -337,7 +331,7 @@ def _agreed_stages(
 
     def search() -> tuple[Stages, int]:
         found = plan(model, named_or_running(world), inputs, stages, *rest)
-        return stages_of(found, stages.within), found.microbatches
+        return Stages.of(found, stages.within), found.microbatches
 
     return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
 

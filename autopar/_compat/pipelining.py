@@ -8,7 +8,7 @@ from typing import Any
 
 def pipeline_actions(
     schedule: str, ranks: int, rounds: int, microbatches: int
-) -> list[list[tuple[str, int, int]]]:
+) -> list[list[tuple[Any, int, int]]]:
     """Return for every rank of a pipeline what it runs in torch's schedule of this name, in order:
     ("F" or "B", stage, micro-batch); "I" and "W" are the parts of a backward that a schedule runs
     apart. `rounds`: stages of a rank. Raises ValueError and AssertionError as torch does.
@@ -20,7 +20,7 @@ def pipeline_actions(
     return [[leaf for action in own if action for leaf in _leaves(action)] for own in found]
 
 
-def _leaves(action: Any) -> Iterator[tuple[str, int, int]]:
+def _leaves(action: Any) -> Iterator[tuple[Any, int, int]]:
     if action.sub_actions is not None:
         for each in action.sub_actions:
             yield from _leaves(each)

@@ -75,8 +75,9 @@ class Action(NamedTuple):
 
 @cache
 def actions(schedule: str, pipeline: Pipeline, parts: int) -> tuple[tuple[Action, ...], ...]:
-    """Return for every rank of a pipeline its actions in a step of so many micro-batches. Raises
-    PlanError where the schedule is not for these numbers.
+    """Return for every rank of a pipeline its actions in a step of so many micro-batches; one goes
+    through the stages and back in every schedule. Raises PlanError where the schedule is not for
+    these numbers.
 
     >>> [" ".join(map(str, own)) for own in actions("1f1b", Pipeline(2), 2)]
     ['F0.0 F0.1 B0.0 B0.1', 'F1.0 B1.0 F1.1 B1.1']
@@ -85,6 +86,8 @@ def actions(schedule: str, pipeline: Pipeline, parts: int) -> tuple[tuple[Action
     if rounds != (pipeline.rounds > 1):
         wanted = "2 or more stages a rank (rounds)" if rounds else "1 stage a rank (rounds=1)"
         raise PlanError(f"stages: schedule {schedule!r} has {wanted}, not {pipeline.rounds}")
+    if parts == 1:
+        return _there_and_back(pipeline)
     if schedule == "1f1b":
         return tuple(
             _one_forward_one_backward(pipeline.ranks, r, parts) for r in range(pipeline.ranks)
@@ -96,15 +99,12 @@ def actions(schedule: str, pipeline: Pipeline, parts: int) -> tuple[tuple[Action
             f"stages: torch's schedule {name} is not for {pipeline.ranks} ranks of "
             f"{pipeline.rounds} stages and {parts} micro-batches: {error}"
         ) from error
-    own = tuple(tuple(Action(kind, *rest) for kind, *rest in rank) for rank in found)  # type: ignore[arg-type]
+    own = tuple(tuple(Action(*each) for each in rank) for rank in found)
     _check(own, pipeline, parts)
     return own
 
 
-def in_sequence(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
-    """Return for every rank its actions in a step of one micro-batch, which goes through the stages
-    and back.
-    """
+def _there_and_back(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
     return tuple(
         (
             *(Action("F", stage, 0) for stage in pipeline.stages_of(rank)),

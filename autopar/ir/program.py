@@ -85,7 +85,7 @@ class Input:
 @dataclass(frozen=True)
 class Output:
     """One value that the graph returns, in order: the new value of a mutated buffer (`target`: its
-    name), or a user's leaf.
+    name), a user's leaf, or a border tensor that a stage of a pipeline sends on.
     """
 
     kind: Literal["mutation", "user", "border"]

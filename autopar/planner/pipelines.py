@@ -21,20 +21,13 @@ from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.graph import block_of
-from autopar.ir.pipeline_schedule import (
-    SCHEDULES,
-    Action,
-    Pipeline,
-    actions,
-    in_sequence,
-    most_in_flight,
-)
+from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, most_in_flight
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
 from autopar.passes import stages as cutting
 from autopar.passes.stages import Stage
-from autopar.planner.request import PlanRequest, Stages, Within
+from autopar.planner.request import PlanRequest, Stages
 from autopar.world import World
 
 
@@ -79,11 +72,6 @@ def in_fastest_stages(attempt: Callable[[Stages], Plan], world: World, asked: St
     if not found:
         raise refused or LayoutError(f"{asked}: a pipeline has 2 or more ranks, the world has one")
     return min(found, key=lambda plan: plan.step_seconds)
-
-
-def stages_of(plan: Plan, within: Within) -> Stages:
-    """Return the stages that a plan has, to be asked for again."""
-    return Stages(plan.pipeline.ranks, within, plan.schedule, plan.rounds)
 
 
 def require_parts(request: PlanRequest) -> None:
@@ -136,9 +124,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     context, asked = plan.context, request.stages
     assert context is not None
     pipeline = Pipeline(_count(asked), asked.rounds)
-    schedule = in_sequence(pipeline)
-    if plan.microbatches > 1:
-        schedule = actions(asked.schedule, pipeline, plan.microbatches)
+    schedule = actions(asked.schedule, pipeline, plan.microbatches)
     starts = like.stage_starts if like is not None else _starts(plan, pipeline)
     whole = dataclasses.replace(context.program, plan=dataclasses.replace(plan, interleaved=False))
     stages = cutting.cut(whole, starts)
@@ -183,9 +169,7 @@ def step_of(plan: Plan) -> PipelineStep:
     """Return the simulated step of a plan with stages, made in this process."""
     assert plan.context is not None and plan.stage_starts
     program = plan.context.program
-    schedule = in_sequence(plan.pipeline)
-    if plan.microbatches > 1:
-        schedule = actions(plan.schedule, plan.pipeline, plan.microbatches)
+    schedule = actions(plan.schedule, plan.pipeline, plan.microbatches)
     seconds = [_seconds(stage, program) for stage in cutting.cut(program, plan.stage_starts)]
     return simulate_pipeline(plan.pipeline, schedule, seconds)
 
@@ -215,8 +199,7 @@ def _end_of_forward(one: Timeline) -> float:
 
 def _send_seconds(stage: Stage, world: World) -> float:
     """Return the seconds that border tensors take to the next stage, over the outermost links."""
-    layouts, dtypes = stage.program.layouts, stage.program.dtypes
-    sent = sum(layouts[name].local_size * dtypes[name].itemsize for name in stage.sends)
+    sent = _bytes(stage, stage.sends)
     *inner, outer = world.levels
     members = math.prod(level.ranks for level in inner)  # that send at once over one uplink
     share = outer.uplink(members) / members
@@ -238,16 +221,16 @@ def _memory_of_rank(
         stage = stages[number]
         one = peak(stage.program, plan.optimizer, plan.world)
         flying = most_in_flight(tuple(schedule[rank]), number) - 1
-        more = flying * (one.activations + _border_bytes(stage))
+        more = flying * (one.activations + _bytes(stage, (*stage.receives, *stage.sends)))
         one = dataclasses.replace(one, activations=one.activations + more, peak=one.peak + more)
         found = one if found is None else _together(found, one)
     assert found is not None
     return found
 
 
-def _border_bytes(stage: Stage) -> float:
+def _bytes(stage: Stage, names: Sequence[str]) -> float:
+    """Return the bytes that a rank has of these border tensors."""
     layouts, dtypes = stage.program.layouts, stage.program.dtypes
-    names = (*stage.receives, *stage.sends)
     return float(sum(layouts[n].local_size * dtypes[n].itemsize for n in names))
 
 
@@ -289,8 +272,8 @@ def _notes(
 ) -> tuple[str, ...]:
     """Return what people want to know of the stages, one sentence each."""
     lines = [
-        f"{len(stages)} stages, each on {_ranks_text(pipeline)}: of a step of "
-        f"{step.seconds * 1e3:.2f} ms, ranks wait {step.bubble:.0%} (the bubble)"
+        f"{len(stages)} stages, each on 1 of {pipeline.ranks} equal parts of the ranks: of a step "
+        f"of {step.seconds * 1e3:.2f} ms, ranks wait {step.bubble:.0%} (the bubble)"
     ]
     for stage, own in zip(stages, seconds, strict=True):
         rank = pipeline.rank_of(stage.number)
@@ -303,10 +286,6 @@ def _notes(
         )
     lines.append("no gap is proven for the stages: the layout within them is the search's")
     return tuple(lines)
-
-
-def _ranks_text(pipeline: Pipeline) -> str:
-    return f"1 of {pipeline.ranks} equal parts of the ranks"
 
 
 def _blocks(program: Program) -> tuple[str, ...]:

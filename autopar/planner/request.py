@@ -243,6 +243,11 @@ class Stages:
     schedule: str = "1f1b"
     rounds: int = 1
 
+    @staticmethod
+    def of(plan: Plan, within: Within) -> Stages:
+        """Return the stages that a plan has, to be asked for again."""
+        return Stages(plan.pipeline.ranks, within, plan.schedule, plan.rounds)
+
 
 Layouts = Within | Stages
 Outputs = Literal["replicated", "sharded"]
@@ -322,10 +327,7 @@ class PlanRequest:
         overlap = plan.overlapped is not None
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
         summed, strided_from = plan.reduce_dtype, plan.strided_from
-        stages = None
-        if plan.stage_starts:
-            ranks = (len(plan.stage_starts) + 1) // plan.rounds
-            stages = Stages(ranks, plan.layout, plan.schedule, plan.rounds)
+        stages = Stages.of(plan, plan.layout) if plan.stage_starts else None
         return PlanRequest(
             layout, budget, summed, overlap, outputs, stages=stages, plan_strided_from=strided_from
         )

@@ -1,19 +1,15 @@
 """The picture of a pipeline's step as SVG: ranks of the pipeline down, time across, forwards,
 backwards and the end of the step in colours of their own, with the micro-batch's number in each.
 
-    python -m autopar.report.pipeline docs/images/pipeline.svg    # the picture of docs/pipelines.md
+    picture(step_of(plan))    # as a plan's report has it
 
 A simulated step enters (cost/pipeline.py), plain text leaves. page.py shows it where a plan has
-stages.
+stages, and `python -m benchmarks.pictures pipeline` draws that of docs/pipelines.md.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-from autopar.cost.pipeline import PipelineSpan, PipelineStep, StageSeconds, simulate_pipeline
-from autopar.ir.pipeline_schedule import Pipeline, actions
+from autopar.cost.pipeline import PipelineSpan, PipelineStep
 
 _WIDTH, _LEFT, _ROW, _GAP, _TOP = 760, 64, 26, 6, 30
 _COLOURS = {"F": "#4c8dd6", "B": "#e08b3e", "end": "#6aa56a"}
@@ -74,14 +70,3 @@ def _span(span: PipelineSpan, scale: float) -> str:
         f'<rect x="{x:.1f}" y="{_top(span.rank)}" width="{max(0.5, width - 1):.1f}" '
         f'height="{_ROW}" fill="{_COLOURS[kind]}"/>{label}</g>'
     )
-
-
-def _example() -> str:
-    """Return the picture of four ranks, eight micro-batches, 1F1B."""
-    pipeline = Pipeline(4)
-    seconds = [StageSeconds(1e-3, 2e-3, end=0.8e-3, send=0.05e-3)] * 4
-    return picture(simulate_pipeline(pipeline, actions("1f1b", pipeline, 8), seconds), "1f1b")
-
-
-if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(_example() + "\n", encoding="utf-8")

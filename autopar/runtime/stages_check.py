@@ -20,7 +20,7 @@ from torch import Tensor
 from autopar._compat import pytree
 from autopar.errors import VerificationError
 from autopar.ir.padding import cut_unpadded, filled_up, join_unpadded
-from autopar.ir.pipeline_schedule import Action, actions, in_sequence
+from autopar.ir.pipeline_schedule import Action, actions
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.links import Links
@@ -61,9 +61,7 @@ def compare_stages(
     assert plan is not None and plan.stage_starts
     parts = parts or in_one_part(program)
     pipeline = plan.pipeline
-    schedule = in_sequence(pipeline)
-    if parts.count > 1:
-        schedule = actions(plan.schedule, pipeline, parts.count)
+    schedule = actions(plan.schedule, pipeline, parts.count)
     stages = cut(program, plan.stage_starts)
     with double_by_default():
         totals = None

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.pictures import before_after, layouts, scatter, stages, states, step_time
+from benchmarks.pictures import before_after, layouts, pipeline, scatter, stages, states, step_time
 from benchmarks.pictures.chains import CHAINS
 
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
 PICTURES: dict[str, Callable[[], str]] = {
     "before-after": before_after.picture,
+    "pipeline": pipeline.picture,
     "stages": stages.picture,
     "states": states.picture,
     "step-time": step_time.picture,

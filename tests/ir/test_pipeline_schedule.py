@@ -11,7 +11,6 @@ from autopar.ir.pipeline_schedule import (
     Action,
     Pipeline,
     actions,
-    in_sequence,
     most_in_flight,
 )
 
@@ -31,7 +30,7 @@ def test_every_forward_and_backward_runs_once_and_the_step_ends(
     schedule = actions(name, pipeline, parts)
     everything = sorted(action for own in schedule for action in own)
     wanted = sorted(
-        Action(kind, stage, part)  # type: ignore[arg-type]
+        Action(kind, stage, part)
         for kind in "FB"
         for stage in range(pipeline.stages)
         for part in range(parts)
@@ -74,7 +73,7 @@ def test_one_forward_one_backward_holds_few_and_gpipe_all() -> None:
 def test_sends_and_the_end_of_a_step_take_their_time() -> None:
     pipeline = Pipeline(2)
     stages = [StageSeconds(1.0, 2.0, end=0.5, send=0.25)] * 2
-    step = simulate_pipeline(pipeline, in_sequence(pipeline), stages)
+    step = simulate_pipeline(pipeline, actions("1f1b", pipeline, 1), stages)
     assert step.seconds == pytest.approx(1 + 0.25 + 3 + 0.25 + 2 + 0.5)
 
 

@@ -103,7 +103,7 @@ def around() -> Facts:
     after = {name: x.detach().clone() for name, x in plain.named_parameters()}
     par(*inputs)[0].backward()
     optimizer.step()
-    second = {name: x.detach() for name, x in par.unshard().named_parameters()}  # type: ignore[union-attr]
+    second = {name: x.detach() for name, x in par.unshard().named_parameters()}
 
     other = autopar.parallelize(gpt(1)[0], None, inputs, layout=Stages(4, "ddp"), microbatches=4)
     theirs = torch.optim.AdamW(groups(other), lr=1e-2)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.ir.pipeline_schedule import actions, in_sequence
+from autopar.ir.pipeline_schedule import actions
 from autopar.ir.program import Program
 from autopar.ops.links import Links
 from autopar.passes.microbatches import in_one_part
@@ -72,10 +72,7 @@ def _stages_runner(
     stages = cut(program, plan.stage_starts)
     own = [stages[number] for number in pipeline.stages_of(links.copy)]
     runs = {stage.number: runner(stage.program, world, backend, overlap) for stage in own}
-    if parts.count > 1:
-        schedule = actions(plan.schedule, pipeline, parts.count)
-    else:
-        schedule = in_sequence(pipeline)
+    schedule = actions(plan.schedule, pipeline, parts.count)
     own_part = own_program(program, own)
     run = StagesRun(own_part, parts, device_mesh, stages, runs, schedule, pipeline, links, device)
     return Runner(batch_program(own_part, parts), run, device_mesh)
