@@ -25,14 +25,9 @@ from autopar.passes.pass_manager import PassManager, Progress
 from autopar.passes.trace.original import compare_original
 from autopar.planner import edit, world_size
 from autopar.planner.confirm import finish_plan, rewrite_for_ranks
+from autopar.planner.division_search import in_fastest_division, is_open
 from autopar.planner.padding import with_padding_of
-from autopar.planner.parts_search import in_fastest_parts
-from autopar.planner.pipelines import (
-    in_fastest_stages,
-    in_stages,
-    of_one_stage,
-    require_parts,
-)
+from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest, Stages
 from autopar.planner.solve import search_meshes
@@ -42,7 +37,6 @@ from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
     agree_on_request,
     current_tensors,
-    named_or_running,
     plan_context,
     plan_on_rank_0,
     require_same_graph,
@@ -90,7 +84,7 @@ def plan(
       1909.08053, section 3), "megatron-sp" (arXiv 2205.05198, section 4.2.2), "cp" (arXiv
       2407.21783, section 3.3.2); "atp", "3d", "4d", "2.5d", "ep" for the best grid of a kind; a
       Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, GridEP or GridContext; a dict from module pattern
-      to these.
+      to these; Stages of any of them.
     - `memory`: bytes on each device, of which 8 % on GPUs and at most 1 MiB on CPUs are reserved;
       "auto" is all that a GPU has, and no limit on CPUs.
     - `optimizer`: whose states count, a name of cost.memory.STATES or bytes for each trained
@@ -105,7 +99,8 @@ def plan(
       part that it computes, as a DTensor, for models whose large outputs (logits) nobody reads.
     - `microbatches`: a step runs in so many equal parts, one after the other, each with a forward
       and a backward, and holds the activations of one part; the model returns its loss. "auto":
-      more than one where that is faster than to recompute whole blocks, or the only way to fit.
+      more than one where that is faster than to recompute whole blocks, or the only way to fit, and
+      with layout "auto" also stages, where a step is a twentieth shorter with them.
 
     Raises TraceError for a model that is no one graph, LayoutError for a layout that does not fit
     it, PlanError where nothing fits the memory, and WorldError for a `world` that is none.
@@ -118,31 +113,28 @@ def plan(
     budget = Budget.of(machines, memory, optimizer, recompute)
     check_room(model, machines, budget)
     request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
-    if isinstance(layout, Stages) and layout.count == "auto":
-        rest = memory, optimizer, recompute, progress, smaller, reduce_dtype, overlap, outputs
-        return in_fastest_stages(
-            lambda stages: plan(model, machines, inputs, stages, *rest, microbatches),
-            machines,
-            layout,
-        )
-    machines, request = of_one_stage(machines, request)
-    planned = partial(_plan_parts, model, machines, inputs, request, progress, smaller)
-    if microbatches == "auto":
-        return in_fastest_parts(planned, inputs, request.stages is not None)
-    return planned(microbatches)
+    attempt = partial(_plan_divided, model, machines, inputs, request, progress, smaller)
+    return in_fastest_division(attempt, machines, layout, microbatches, inputs)
 
 
-def _plan_parts(
+def _plan_divided(
     model: nn.Module,
     machines: World,
     inputs: Inputs,
     request: PlanRequest,
     progress: Progress | None,
     smaller: bool,
+    stages: Stages | None,
     microbatches: int,
+    quickly: bool = False,
 ) -> Plan:
-    """Return the plan of a step in so many parts."""
-    request = dataclasses.replace(request, microbatches=microbatches)
+    """Return the plan of a step in so many micro-batches, with these stages or without. `quickly`:
+    layouts are compared by the sum of their seconds.
+    """
+    overlap = request.overlap and not quickly
+    request = dataclasses.replace(request, microbatches=microbatches, overlap=overlap)
+    if stages is not None:
+        machines, request = of_one_stage(machines, request.under(stages))
     require_parts(request)
     pipeline = PassManager(progress)
     source, parts = trace_step(model, inputs, microbatches, pipeline)
@@ -304,50 +296,32 @@ def _plan_and_apply(
 ) -> ParallelModule:
     warn_alone(world)
     limits = memory, optimizer, recompute
-    if isinstance(layout, Stages) and layout.count == "auto":
-        rest = *limits, None, False, reduce_dtype, overlap, outputs, microbatches
-        layout, microbatches = _agreed_stages(model, world, inputs, layout, rest)
     own = layout, limits, reduce_dtype, overlap, outputs
     options = {
         "backend": backend, "sync_parameters": sync_parameters, "microbatches": microbatches,
     }  # fmt: skip
     machines, request = agree_on_request(world, *own, inputs=inputs, options=options)
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
-    request = dataclasses.replace(
-        request, microbatches=_agreed_parts(model, machines, inputs, request, microbatches)
+    attempt = partial(_plan_divided, model, machines, inputs, request, None, False)
+
+    def search() -> tuple[Layouts, int]:
+        found = in_fastest_division(
+            attempt, machines, layout, microbatches, inputs, pipelines=backend is None
+        )
+        within = layout.within if isinstance(layout, Stages) else layout
+        staged = Stages.of(found, within) if found.stage_starts else within
+        return staged, found.microbatches
+
+    if is_open(layout, microbatches):
+        layout, microbatches = ranks.from_rank_0(
+            ranks.together("searching", lambda: store.done_on_rank_0(search))
+        )
+    request = dataclasses.replace(request.under(layout), microbatches=int(microbatches))
+    machines, request = ranks.together(
+        "reading the layout", lambda: of_one_stage(machines, request)
     )
     plan = plan_on_rank_0(model, machines, inputs, request)
     return _apply(model, plan, None, backend, overlap, sync_parameters, place)
-
-
-def _agreed_stages(
-    model: nn.Module,
-    world: World | int | Any | None,
-    inputs: Inputs,
-    stages: Stages,
-    rest: tuple[Any, ...],
-) -> tuple[Stages, int]:
-    """Return the stages and the parts of a step that are the fastest; rank 0 plans to find them."""
-
-    def search() -> tuple[Stages, int]:
-        found = plan(model, named_or_running(world), inputs, stages, *rest)
-        return Stages.of(found, stages.within), found.microbatches
-
-    return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
-
-
-def _agreed_parts(
-    model: nn.Module, machines: World, inputs: Inputs, request: PlanRequest, count: Microbatches
-) -> int:
-    """Return how many parts a step has; where that is left open, rank 0 plans to find it."""
-    if count != "auto":
-        return count
-
-    def search() -> int:
-        planned = partial(_plan_parts, model, machines, inputs, request, None, False)
-        return in_fastest_parts(planned, inputs, request.stages is not None).microbatches
-
-    return ranks.from_rank_0(ranks.together("searching", lambda: store.done_on_rank_0(search)))
 
 
 @shown("verifying")

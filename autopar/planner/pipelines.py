@@ -11,15 +11,16 @@ runtime/apply.py call both.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autopar.cost.memory import text_of
 from autopar.cost.peak import peak
 from autopar.cost.pipeline import PipelineStep, StageSeconds, simulate_pipeline
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
-from autopar.errors import AutoparError, LayoutError, PlanError
+from autopar.errors import LayoutError, PlanError
 from autopar.ir.graph import block_of
 from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, most_in_flight
 from autopar.ir.plan import Plan
@@ -30,6 +31,11 @@ from autopar.passes.stages import Stage
 from autopar.planner.request import PlanRequest, Stages
 from autopar.world import World
 
+_ROUNDS = (2, 4)  # stages of a rank that "auto" tries besides one
+
+_FEW_STAGES = 4  # each with a note of its own
+_ALIKE = 1e-3  # of their seconds
+
 
 def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest]:
     """Return the world of one stage's ranks and the request for their layout, of those of all; both
@@ -39,14 +45,16 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     asked = request.layout
     if not isinstance(asked, Stages):
         return world, request
-    if asked.schedule not in SCHEDULES:
+    if asked.schedule not in (*SCHEDULES, "auto"):
         raise PlanError(
-            f"{asked}: unknown schedule {asked.schedule!r}; there are {', '.join(SCHEDULES)}. Zero "
-            "bubble schedules, whose backwards run in two parts, are not there yet"
+            f"{asked}: unknown schedule {asked.schedule!r}; there are {', '.join(SCHEDULES)} and "
+            "auto. Zero bubble schedules, whose backwards run in two parts, are not there yet"
         )
+    if asked.schedule == "auto" and asked.rounds != 1:
+        raise PlanError(f"{asked}: schedule 'auto' finds the rounds: leave them at 1")
     if isinstance(asked.within, Stages):
         raise LayoutError(f"{asked}: stages within stages: add their counts to one")
-    assert asked.count != "auto"  # in_fastest_stages has found it
+    assert asked.count != "auto"  # division_search.py has found it
     if asked.count < 2 or asked.rounds < 1:
         raise LayoutError(f"{asked}: a pipeline has 2 or more ranks, and each 1 or more stages")
     budget = request.budget
@@ -54,24 +62,6 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
         budget = dataclasses.replace(budget, memory_bytes=budget.memory_bytes * asked.count)
     inner = dataclasses.replace(request, layout=asked.within, budget=budget, stages=asked)
     return _world_of_one(world, asked), inner
-
-
-def in_fastest_stages(attempt: Callable[[Stages], Plan], world: World, asked: Stages) -> Plan:
-    """Return the fastest plan that `attempt` makes for a number of stages. Raises what it raises
-    for the least number, where no other number does.
-    """
-    found: list[Plan] = []
-    refused: AutoparError | None = None
-    for count in range(2, world.ranks + 1):
-        if world.ranks % count:
-            continue
-        try:
-            found.append(attempt(dataclasses.replace(asked, count=count)))
-        except AutoparError as error:  # too few blocks for so many, or no room for so few
-            refused = refused or error
-    if not found:
-        raise refused or LayoutError(f"{asked}: a pipeline has 2 or more ranks, the world has one")
-    return min(found, key=lambda plan: plan.step_seconds)
 
 
 def require_parts(request: PlanRequest) -> None:
@@ -123,25 +113,16 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         return plan
     context, asked = plan.context, request.stages
     assert context is not None
-    pipeline = Pipeline(_count(asked), asked.rounds)
-    schedule = actions(asked.schedule, pipeline, plan.microbatches)
-    starts = like.stage_starts if like is not None else _starts(plan, pipeline)
     whole = dataclasses.replace(context.program, plan=dataclasses.replace(plan, interleaved=False))
-    stages = cutting.cut(whole, starts)
-    cutting.check(whole, stages)
-    seconds = [_seconds(stage, whole) for stage in stages]
-    step = simulate_pipeline(pipeline, schedule, seconds)
-    memory = [
-        _memory_of_rank(stages, schedule, pipeline, rank, plan) for rank in range(pipeline.ranks)
-    ]
+    run, memory = _fastest_that_fits(_runs(whole, asked, like), request)
+    pipeline, step = run.pipeline, run.step
     most = max(memory, key=lambda each: each.peak)
-    _require_room(memory, request)
     planned = dataclasses.replace(
         plan,
-        layout=str(dataclasses.replace(asked, within=plan.layout)) if like is None else like.layout,
-        stage_starts=starts,
-        schedule=asked.schedule,
-        rounds=asked.rounds,
+        layout=str(_named(asked, run, plan)) if like is None else like.layout,
+        stage_starts=run.starts,
+        schedule=run.schedule,
+        rounds=pipeline.rounds,
         interleaved=False,
         seconds=step.seconds,
         overlapped=step.seconds if request.overlap else None,
@@ -150,19 +131,98 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         peak_bytes=most.peak,
         device_limit=None if plan.device_limit is None else plan.device_limit / pipeline.ranks,
         smaller=None,
-        notes=(*plan.notes, *_notes(stages, seconds, memory, step, pipeline, schedule)),
+        notes=(*plan.notes, *_notes(run, memory)),
     )
     program = dataclasses.replace(context.program, plan=planned)
     return dataclasses.replace(planned, context=dataclasses.replace(context, program=program))
 
 
-def _starts(plan: Plan, pipeline: Pipeline) -> tuple[str, ...]:
-    """Return where stages begin, so that the slowest computes for as short as can be."""
-    context = plan.context
-    assert context is not None
-    by_node = compute_seconds_by_node(context.program, plan.world)
-    by_block = cutting.seconds_by_block(context.source.module.graph, by_node)
-    return cutting.balanced(by_block, pipeline.stages)
+def _named(asked: Stages, run: _Run, plan: Plan) -> Stages:
+    """Return the stages as they would be asked for to get this run."""
+    rounds = run.pipeline.rounds
+    return dataclasses.replace(asked, within=plan.layout, schedule=run.schedule, rounds=rounds)
+
+
+# -- one schedule, or the best of several ----------------------------------------------------------
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The stages of a program under one schedule, with their seconds and the simulated step."""
+
+    schedule: str
+    pipeline: Pipeline
+    starts: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    seconds: tuple[StageSeconds, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    step: PipelineStep
+
+    @staticmethod
+    def of(whole: Program, schedule: str, pipeline: Pipeline, starts: tuple[str, ...]) -> _Run:
+        """Return the run of a program that is cut at these blocks."""
+        plan = whole.plan
+        assert plan is not None
+        stages = cutting.cut(whole, starts)
+        cutting.check(whole, stages)
+        seconds = tuple(_seconds(stage, whole) for stage in stages)
+        order = actions(schedule, pipeline, plan.microbatches)
+        step = simulate_pipeline(pipeline, order, seconds)
+        return _Run(schedule, pipeline, starts, stages, seconds, order, step)
+
+    def memory(self) -> tuple[Memory, ...]:
+        """Return what each rank of the pipeline holds at its peak."""
+        ranks = range(self.pipeline.ranks)
+        return tuple(
+            _memory_of_rank(self.stages, self.actions, self.pipeline, rank) for rank in ranks
+        )
+
+
+def _runs(whole: Program, asked: Stages, like: Plan | None) -> list[_Run]:
+    """Return the runs that are asked for, the fastest first: of one schedule, or with "auto" of
+    1f1b and of interleaved ones, of which the bubble shrinks with the rounds. GPipe and looped-bfs
+    have the bubbles of these two, and hold more.
+    """
+    count = _count(asked)
+    if like is not None:
+        return [_Run.of(whole, like.schedule, like.pipeline, like.stage_starts)]
+    by_block = _seconds_by_block(whole)
+    if asked.schedule != "auto":
+        pipeline = Pipeline(count, asked.rounds)
+        starts = cutting.balanced(by_block, pipeline.stages)
+        return [_Run.of(whole, asked.schedule, pipeline, starts)]
+    runs = [_Run.of(whole, "1f1b", Pipeline(count), cutting.balanced(by_block, count))]
+    for rounds in _ROUNDS:
+        pipeline = Pipeline(count, rounds)
+        if pipeline.stages > len(by_block):
+            break
+        try:
+            starts = cutting.balanced(by_block, pipeline.stages)
+            runs.append(_Run.of(whole, "interleaved", pipeline, starts))
+        except PlanError:  # not for this number of micro-batches, or a stage trains nothing
+            break
+    return sorted(runs, key=lambda run: run.step.seconds)
+
+
+def _fastest_that_fits(
+    runs: Sequence[_Run], request: PlanRequest
+) -> tuple[_Run, tuple[Memory, ...]]:
+    """Return the first of these runs that fits a device, and what its ranks hold. Raises PlanError
+    where none fits: what the one that holds the least needs.
+    """
+    found = []
+    for run in runs:
+        memory = run.memory()
+        if _fits(memory, request):
+            return run, memory
+        found.append(memory)
+    raise _no_room(min(found, key=lambda each: max(m.peak for m in each)), request)
+
+
+def _seconds_by_block(whole: Program) -> dict[str, float]:
+    """Return what every block computes for, which decides where stages begin."""
+    plan = whole.plan
+    assert plan is not None and plan.context is not None
+    by_node = compute_seconds_by_node(whole, plan.world)
+    return cutting.seconds_by_block(plan.context.source.module.graph, by_node)
 
 
 def step_of(plan: Plan) -> PipelineStep:
@@ -211,7 +271,6 @@ def _memory_of_rank(
     schedule: Sequence[Sequence[Action]],
     pipeline: Pipeline,
     rank: int,
-    plan: Plan,
 ) -> Memory:
     """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
     in flight keep for their backward, and the largest of what one of them needs besides.
@@ -219,6 +278,8 @@ def _memory_of_rank(
     found: Memory | None = None
     for number in pipeline.stages_of(rank):
         stage = stages[number]
+        plan = stage.program.plan
+        assert plan is not None
         one = peak(stage.program, plan.optimizer, plan.world)
         flying = most_in_flight(tuple(schedule[rank]), number) - 1
         more = flying * (one.activations + _bytes(stage, (*stage.receives, *stage.sends)))
@@ -247,45 +308,65 @@ def _together(a: Memory, b: Memory) -> Memory:
     )
 
 
-def _require_room(memory: Sequence[Memory], request: PlanRequest) -> None:
-    budget, asked = request.budget, request.stages
+def _limit(request: PlanRequest) -> float:
+    """Return what a device may hold, of a budget that is for the ranks of all stages."""
+    asked = request.stages
     assert asked is not None
-    if budget is None or budget.memory_bytes is None:
-        return
-    limit = budget.memory_bytes / _count(asked)
+    limit = None if request.budget is None else request.budget.memory_bytes
+    return math.inf if limit is None else limit / _count(asked)
+
+
+def _fits(memory: Sequence[Memory], request: PlanRequest) -> bool:
+    return max(each.peak for each in memory) <= _limit(request)
+
+
+def _no_room(memory: Sequence[Memory], request: PlanRequest) -> PlanError:
     rank, most = max(enumerate(memory), key=lambda pair: pair[1].peak)
-    if most.peak > limit:
-        raise PlanError(
-            f"no plan fits: rank {rank} of the pipeline needs {most}, and a device has "
-            f"{text_of(limit)}. Try recompute='full', more stages or devices, or smaller "
-            "micro-batches"
-        )
+    return PlanError(
+        f"no plan fits: rank {rank} of the pipeline needs {most}, and a device has "
+        f"{text_of(_limit(request))}. Try recompute='full', more stages or devices, or smaller "
+        "micro-batches"
+    )
 
 
-def _notes(
-    stages: Sequence[Stage],
-    seconds: Sequence[StageSeconds],
-    memory: Sequence[Memory],
-    step: PipelineStep,
-    pipeline: Pipeline,
-    schedule: Sequence[Sequence[Action]],
-) -> tuple[str, ...]:
+def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:
     """Return what people want to know of the stages, one sentence each."""
+    stages, pipeline, step = run.stages, run.pipeline, run.step
     lines = [
         f"{len(stages)} stages, each on 1 of {pipeline.ranks} equal parts of the ranks: of a step "
         f"of {step.seconds * 1e3:.2f} ms, ranks wait {step.bubble:.0%} (the bubble)"
     ]
-    for stage, own in zip(stages, seconds, strict=True):
-        rank = pipeline.rank_of(stage.number)
-        flying = most_in_flight(tuple(schedule[rank]), stage.number)
-        blocks = blocks_text(_blocks(stage.program))
+    for first, last in _alike(run.seconds):
+        numbers, own = range(first, last + 1), run.seconds[first]
+        own_blocks = tuple(b for n in numbers for b in _blocks(stages[n].program))
+        flying = [most_in_flight(run.actions[pipeline.rank_of(n)], n) for n in numbers]
+        held = max(memory[pipeline.rank_of(n)].peak for n in numbers)
+        name, whose = f"stage {first}", "its rank holds"
+        if last > first:
+            name, whose = f"stages {first} to {last}", "a rank of them holds at most"
         lines.append(
-            f"stage {stage.number} ({blocks}): {own.forward * 1e3:.2f} ms forward, "
-            f"{own.backward * 1e3:.2f} ms backward a micro-batch, {flying} in flight; its rank "
-            f"holds {text_of(memory[rank].peak)}"
+            f"{name} ({blocks_text(own_blocks)}): {own.forward * 1e3:.2f} ms forward, "
+            f"{own.backward * 1e3:.2f} ms backward a micro-batch, {max(flying)} in flight; "
+            f"{whose} {text_of(held)}"
         )
     lines.append("no gap is proven for the stages: the layout within them is the search's")
     return tuple(lines)
+
+
+def _alike(seconds: Sequence[StageSeconds]) -> list[tuple[int, int]]:
+    """Return the first and the last of every run of stages that take as long: of more than a few,
+    one sentence is enough for each run.
+    """
+    runs = [(0, 0)]
+    for stage, (before, own) in enumerate(itertools.pairwise(seconds), 1):
+        same = math.isclose(own.forward, before.forward, rel_tol=_ALIKE) and math.isclose(
+            own.backward, before.backward, rel_tol=_ALIKE
+        )
+        if same and len(seconds) > _FEW_STAGES:
+            runs[-1] = runs[-1][0], stage
+        else:
+            runs.append((stage, stage))
+    return runs
 
 
 def _blocks(program: Program) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from autopar.planner.confirm import finish_plan, fit_to_memory
 from autopar.planner.edit import check_edits, compare_figures
 from autopar.planner.objective import cost_terms
 from autopar.planner.padding import check_layout, with_padding_of
-from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
+from autopar.planner.pipelines import in_stages, require_parts
 from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.planner import analyse, choose_on_stored, choose_plan
 from autopar.planner.request import Layouts, Outputs, PlanRequest
@@ -163,7 +163,7 @@ def agree_on_request(
     budget = ranks.together("reading the limits", lambda: Budget.of(common_world, *limits))
     sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
     request = PlanRequest(layout, budget, sum_dtype, bool(overlap), outputs, replicated_parameters)
-    return ranks.together("reading the layout", lambda: of_one_stage(common_world, request))
+    return common_world, request
 
 
 def named_or_running(world: World | int | Any | None) -> World:

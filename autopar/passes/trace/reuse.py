@@ -165,16 +165,18 @@ class _Kept:
     program: Program
 
 
-_KEPT: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+# The last traces of each model, the newest last: a step in micro-batches has two, that of the whole
+# batch and that of one part, and a search for their number has those of several.
+_KEPT: weakref.WeakKeyDictionary[nn.Module, list[_Kept]] = weakref.WeakKeyDictionary()
+_MOST_KEPT = 4
 
 
 def keep(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], record: Record, to: Program
 ) -> None:
-    """Keep the program `to` that the model was traced as, the last one of each model, if every call
-    of `record` can be compared by value.
+    """Keep the program `to` that the model was traced as if every call of `record` can be compared
+    by value; the last few of each model are kept.
     """
-    _KEPT.pop(model, None)
     targets = [node.target for node in to.module.graph.nodes if node.op == "call_function"]
     known = all(
         target is operator.getitem
@@ -190,7 +192,8 @@ def keep(
         facts = _facts(model, args, kwargs)
     except Doubtful:
         return
-    _KEPT[model] = _Kept(facts, record.calls, _copy(to, {}))
+    others = [kept for kept in _KEPT.get(model, []) if kept.facts != facts]
+    _KEPT[model] = [*others, _Kept(facts, record.calls, _copy(to, {}))][-_MOST_KEPT:]
 
 
 def traced_before(
@@ -199,9 +202,12 @@ def traced_before(
     """Return the program that the model was traced as before, with the tensors that it holds now;
     None where it was not, or where it or the call may have changed since.
     """
-    kept = _KEPT.get(model)
+    if model not in _KEPT:
+        return None
     try:
-        if kept is None or kept.facts != _facts(model, args, kwargs):
+        facts = _facts(model, args, kwargs)
+        kept = next((each for each in _KEPT[model] if each.facts == facts), None)
+        if kept is None:
             return None
         reads = AttributeReads(model)
         if _calls_now(model, args, dict(kwargs), reads) != kept.calls:

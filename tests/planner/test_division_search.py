@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import autopar
 import models
+from autopar import Stages
 from autopar.errors import PlanError
-from autopar.planner.parts_search import in_fastest_parts
+from autopar.planner.division_search import in_fastest_division, in_fastest_parts
+from priced import EMULATED
 
 WORLD = autopar.World.preset("dgx-h100", 4)
 
@@ -113,8 +117,7 @@ def test_one_part_stands_where_it_fits_and_errors_are_those_of_one() -> None:
             raise PlanError("no room")
         return plan
 
-    rows = torch.zeros(12, 3)
-    assert in_fastest_parts(attempt, (rows,)) is plan
+    assert in_fastest_parts(attempt, 12) is plan
     assert tried == [1]
 
     def refuse(count: int) -> autopar.Plan:
@@ -123,5 +126,102 @@ def test_one_part_stands_where_it_fits_and_errors_are_those_of_one() -> None:
 
     tried.clear()
     with pytest.raises(PlanError, match="no room in 1"):
-        in_fastest_parts(refuse, (rows,))
+        in_fastest_parts(refuse, 12)
     assert tried == [1, 2, 4, 12]
+
+
+# -- stages --------------------------------------------------------------------------------------
+class _Tried:
+    """Plans whose step takes what `seconds` says of (stages, micro-batches), and what was tried."""
+
+    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+        self.seconds, self.tried = seconds, list[tuple[int, int, bool]]()
+        self.plan = planned("ddp", 1)
+
+    def __call__(self, stages: Stages | None, count: int, quickly: bool = False) -> autopar.Plan:
+        number = 1 if stages is None else int(stages.count)
+        self.tried.append((number, count, quickly))
+        step = self.seconds(number, count)
+        starts = tuple(f"blocks.{i}" for i in range(1, number))
+        schedule = "1f1b" if number > 1 else ""
+        return dataclasses.replace(
+            self.plan, overlapped=step, microbatches=count, stage_starts=starts, schedule=schedule
+        )
+
+
+ROWS = (torch.zeros(64, 2),)
+
+
+def test_auto_takes_stages_where_a_step_is_a_twentieth_shorter() -> None:
+    def seconds(stages: int, count: int) -> float:
+        return 8.0 / stages + (stages - 1) / count + 1.0
+
+    attempt = _Tried(seconds)
+    plan = in_fastest_division(attempt, autopar.World.of(8), "auto", "auto", ROWS)
+    assert len(plan.stage_starts) == 7 and plan.microbatches == 64
+    assert attempt.tried[-1] == (8, 64, False), "the fastest is planned as any plan"
+    assert all(quickly for _, _, quickly in attempt.tried[1:-1])
+
+
+def test_auto_stays_without_stages_where_they_save_little() -> None:
+    attempt = _Tried(lambda stages, count: 2.0 if stages == 1 else 1.95)
+    plan = in_fastest_division(attempt, autopar.World.of(8), "auto", "auto", ROWS)
+    assert not plan.stage_starts
+    fixed = _Tried(lambda stages, count: 1.0 / stages)
+    assert not in_fastest_division(fixed, autopar.World.of(8), "auto", 8, ROWS).stage_starts
+    alone = _Tried(lambda stages, count: 1.0 / stages)
+    plan = in_fastest_division(alone, autopar.World.of(8), "auto", "auto", ROWS, pipelines=False)
+    assert not plan.stage_starts and alone.tried == [(1, 1, False)]
+
+
+def test_stages_whose_bubble_alone_is_too_long_are_not_planned() -> None:
+    computed = sum(row.computation or row.seconds for row in planned("ddp", 1).rows)
+    attempt = _Tried(lambda stages, count: 1.02 * computed)
+    in_fastest_division(attempt, autopar.World.of(4), "auto", "auto", ROWS)
+    assert attempt.tried == [(1, 1, False)]
+
+
+def test_numbers_of_stages_that_are_refused_are_passed_over() -> None:
+    def seconds(stages: int, count: int) -> float:
+        if stages in (1, 2):
+            raise PlanError(f"no room in {stages}")
+        return 1.0
+
+    attempt = _Tried(seconds)
+    plan = in_fastest_division(attempt, autopar.World.of(8), "auto", "auto", ROWS)
+    assert len(plan.stage_starts) == 3
+
+    def never(stages: int, count: int) -> float:
+        raise PlanError(f"no room in {stages}")
+
+    with pytest.raises(PlanError, match="no room in 1"):
+        in_fastest_division(_Tried(never), autopar.World.of(8), "auto", "auto", ROWS)
+    with pytest.raises(PlanError, match="no room in 2"):
+        in_fastest_division(_Tried(never), autopar.World.of(8), Stages(), "auto", ROWS)
+
+
+def test_auto_plans_a_pipeline_over_slow_links() -> None:
+    with torch.device("meta"):
+        model = models.Gpt(vocabulary=64, sequence=64, hidden=512, heads=4, layers=2)
+        ids = torch.zeros(4, 64, dtype=torch.long)
+    plan = autopar.plan(model, EMULATED, (ids, ids), microbatches="auto", smaller=False)
+    whole = autopar.plan(model, EMULATED, (ids, ids), smaller=False)
+    assert len(plan.stage_starts) == 1 and plan.schedule == "1f1b" and plan.ranks == 4
+    assert plan.step_seconds <= 0.95 * whole.step_seconds
+
+
+@pytest.mark.slow
+def test_a_schedule_that_is_left_open_is_the_fastest() -> None:
+    with torch.device("meta"):
+        model = models.Gpt(vocabulary=64, sequence=64, hidden=512, heads=4, layers=4)
+        ids = torch.zeros(8, 64, dtype=torch.long)
+    plans = [
+        autopar.plan(model, 2, (ids, ids), layout, smaller=False, microbatches=4)
+        for layout in (
+            Stages(2),
+            Stages(2, schedule="interleaved", rounds=2),
+            Stages(2, schedule="auto"),
+        )
+    ]
+    steps = [plan.step_seconds for plan in plans]
+    assert steps[2] == min(steps) < steps[0] and plans[2].rounds == 2

@@ -1,0 +1,215 @@
+"""How a step is divided, where that is left open: into micro-batches, and into stages.
+
+Example: a model whose 64 ranks wait for slow links a third of each step takes 4 stages and 16
+micro-batches, if the modelled step with its bubble is a twentieth faster than the one without.
+
+One micro-batch without stages is planned first. It stands where it fits, repeats no whole block and
+leaves nothing to gain; else more micro-batches are tried, and stages: `with_stages`. What is
+computed in a step, and the bubble that a number of stages has at least, tell which need no plan.
+api.py asks, and gives what plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from autopar.errors import AutoparError, LayoutError, PlanError
+from autopar.ir.graph import blocks
+from autopar.ir.plan import Plan
+from autopar.planner.request import Layouts, Microbatches, Stages
+from autopar.planner.tracing import Inputs, call_arguments, rows_of
+from autopar.world import World
+
+_MOST_TRIES = 5
+_WORTHWHILE = 0.95  # of the fastest step without stages: a pipeline with a longer one is not taken
+_FAILED_TRIES = 2  # numbers of stages after one another that are no faster: no more are tried
+_PER_STAGE = 4  # micro-batches for each stage that are tried first: a bubble of a fifth or less
+
+
+class Attempt(Protocol):
+    """Plans a step in so many micro-batches, with these stages or without. `quickly`: the layout is
+    the one of the least summed seconds, without a simulation of those that compete with it.
+    """
+
+    def __call__(self, stages: Stages | None, count: int, quickly: bool = False) -> Plan: ...
+
+
+def is_open(layout: Layouts, microbatches: Microbatches) -> bool:
+    """Whether stages or micro-batches are to be found.
+
+    >>> is_open("fsdp", 4), is_open(Stages(schedule="auto", count=2), 4)
+    (False, True)
+    """
+    staged = isinstance(layout, Stages) and "auto" in (layout.count, layout.schedule)
+    return staged or microbatches == "auto"
+
+
+def in_fastest_division(
+    attempt: Attempt,
+    world: World,
+    layout: Layouts,
+    microbatches: Microbatches,
+    inputs: Inputs,
+    pipelines: bool = True,
+) -> Plan:
+    """Return the fastest plan that `attempt` makes for the stages and micro-batches that `layout`
+    and `microbatches` leave open. "auto" has stages where micro-batches are left open too, and
+    `pipelines` may run. Raises what the attempt without more stages or micro-batches than it must
+    have raises, where no other succeeds.
+    """
+    rows = rows_of(call_arguments(inputs))
+    if isinstance(layout, Stages):
+        return with_stages(attempt, world, layout, microbatches, rows)
+    if microbatches != "auto":
+        return attempt(None, microbatches)
+    best, refused = _plan_or_error(in_fastest_parts, partial(attempt, None), rows)
+    if layout == "auto" and pipelines:
+        asked = Stages(schedule="auto")
+        staged, error = _plan_or_error(with_stages, attempt, world, asked, "auto", rows, best)
+        refused = refused or error
+        worthwhile = math.inf if best is None else _WORTHWHILE * best.step_seconds
+        if staged is not None and staged.step_seconds <= worthwhile:
+            return staged
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _plan_or_error(
+    search: Callable[..., Plan], *arguments: Any
+) -> tuple[Plan | None, AutoparError | None]:
+    """Return the plan that a search finds, or the error that says why there is none."""
+    try:
+        return search(*arguments), None
+    except AutoparError as error:
+        return None, error
+
+
+# -- micro-batches ---------------------------------------------------------------------------------
+def in_fastest_parts(attempt: Callable[[int], Plan], rows: int) -> Plan:
+    """Return the fastest plan that `attempt` makes for a number of micro-batches. Raises what it
+    raises for one, where no other number does.
+    """
+    found: list[Plan] = []
+    refused: PlanError | None = None
+    try:
+        found.append(attempt(1))
+    except PlanError as error:
+        refused = error
+    if found and not found[0].recompute:
+        return found[0]
+    for count in _counts(rows):
+        try:
+            found.append(attempt(count))
+        except AutoparError:  # it cannot be divided so, or does not fit yet
+            continue
+        if not found[-1].recompute:
+            break
+    if not found:
+        assert refused is not None
+        raise refused
+    return min(found, key=lambda plan: plan.step_seconds)
+
+
+def _counts(rows: int) -> Iterator[int]:
+    """Yield the numbers of parts to try: those that divide the rows, doubled or more each time."""
+    numbers = [n for n in range(2, rows + 1) if rows % n == 0]
+    yield from itertools.islice(_further(numbers, 1, True), _MOST_TRIES)
+
+
+# -- stages ----------------------------------------------------------------------------------------
+def with_stages(
+    attempt: Attempt,
+    world: World,
+    asked: Stages,
+    microbatches: Microbatches,
+    rows: int,
+    best: Plan | None = None,
+) -> Plan:
+    """Return the fastest plan with stages, of those that are left open: they are planned quickly,
+    the fastest one then as any plan. `best`: a plan without, which it is to beat: numbers of stages
+    whose bubble alone makes them slower are not planned. Raises what the attempt with the least
+    number of stages raises, where no other succeeds.
+    """
+    if not is_open(asked, microbatches):
+        assert microbatches != "auto"
+        return attempt(asked, microbatches)
+    counts = [n for n in range(2, world.ranks + 1) if world.ranks % n == 0]
+    if asked.count != "auto":
+        counts = [asked.count]
+    if best is not None:
+        limit = _WORTHWHILE * best.step_seconds
+        counts = [n for n in counts if _least(best, n, rows) <= limit]
+    found: list[Plan] = []
+    refused: AutoparError | None = None
+    failed = 0  # numbers of stages since the last one that was faster than all before it
+    for count in counts:
+        stages = dataclasses.replace(asked, count=count)
+        plan, error = _plan_or_error(_in_fastest_number, attempt, stages, microbatches, rows)
+        refused = refused or error
+        failed += 1
+        if plan is not None and all(plan.step_seconds < other.step_seconds for other in found):
+            failed = 0
+        found += [] if plan is None else [plan]
+        # the bubble grows with the stages, and what they save shrinks
+        if failed == _FAILED_TRIES and (found or best is not None):
+            break
+    if not found:
+        reason = "a pipeline has 2 or more ranks, and this world has fewer"
+        if best is not None:
+            reason = "no number of stages can be faster than none"
+        raise refused or LayoutError(f"{asked}: {reason}")
+    quick = min(found, key=lambda plan: plan.step_seconds)
+    return attempt(Stages.of(quick, asked.within), quick.microbatches)
+
+
+def _least(best: Plan, count: int, rows: int) -> float:
+    """Return the least seconds of a step with so many stages: what a rank of `best` computes, and
+    the bubble of as many micro-batches as there are rows, and of as many stages as blocks.
+    """
+    assert best.context is not None
+    rounds = max(1, len(blocks(best.context.source.module.graph.nodes)) // count)
+    computed = sum(row.seconds if row.computation is None else row.computation for row in best.rows)
+    return computed * (1 + (count - 1) / (max(1, rows) * rounds))
+
+
+def _in_fastest_number(
+    attempt: Attempt, stages: Stages, microbatches: Microbatches, rows: int
+) -> Plan:
+    """Return the fastest plan with these stages: of the micro-batches that are asked for, or of
+    four for each stage, then of more or fewer as long as the step gets shorter.
+    """
+    if microbatches != "auto":
+        return attempt(stages, microbatches, quickly=True)
+    assert stages.count != "auto"
+    numbers = [n for n in range(2, rows + 1) if rows % n == 0]
+    if not numbers:
+        return attempt(stages, 1)  # which says why not
+    first = next((n for n in numbers if n >= _PER_STAGE * stages.count), numbers[-1])
+    best = start = attempt(stages, first, quickly=True)
+    for more in (True, False):
+        for number in _further(numbers, first, more):
+            plan, _ = _plan_or_error(attempt, stages, number, True)
+            if plan is None or plan.step_seconds >= best.step_seconds:
+                break
+            best = plan
+        if best is not start:
+            break
+    return best
+
+
+def _further(numbers: Sequence[int], first: int, more: bool) -> Iterator[int]:
+    """Yield those of the numbers, in ascending order, that are at least twice the one before, from
+    the first on, or at most half of it.
+    """
+    last = first
+    for number in numbers if more else reversed(numbers):
+        if number >= 2 * last if more else 2 * number <= last:
+            yield number
+            last = number
