@@ -152,6 +152,16 @@ def test_a_stopped_rank_is_named_within_the_timeout(late: dict[str, list[Any]]) 
         assert rank["seconds"] < TIMEOUT + 15, rank
 
 
+@pytest.mark.parametrize("name", ["stage, killed", "stage, stopped"])
+def test_a_rank_that_is_gone_from_a_stage_is_named(late: Any, name: str) -> None:
+    *others, gone = late[name]
+    assert gone is None
+    for rank in others:
+        assert rank["seen"].startswith("RankError: "), rank
+        assert f"nothing is heard of rank {len(others)} any more" in rank["seen"], rank
+        assert rank["seconds"] < TIMEOUT + 15, rank
+
+
 def test_a_rank_that_was_killed_before_inputs_are_compared_is_named(late: Any) -> None:
     first, other = late["killed, compared"]
     says = "RankError: rank 1 did not come to call 2: nothing is heard of rank 1 any more"

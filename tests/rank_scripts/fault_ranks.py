@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import Grid4D
+from autopar import Grid4D, Stages
 from autopar.runtime.training import inputs_watch
 
 TIMEOUT = 8  # seconds: of the default group
@@ -45,12 +45,31 @@ class Net(nn.Module):
         return (self.down(torch.relu(self.up(x))) ** 2).mean()
 
 
+class Deep(nn.Module):
+    """Two equal blocks, for two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return (x**2).mean()
+
+
+def model_for(layout: Any) -> tuple[nn.Module, int]:
+    """Return the model of a layout and its micro-batches."""
+    return (Deep(), 4) if isinstance(layout, Stages) else (Net(), 1)
+
+
 def rows() -> Tensor:
     return torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(5))
 
 
 def parallel(plan: Any, calls: int = CALLS, **options: Any) -> nn.Module:
-    par = autopar.apply(Net(), plan, **options)
+    par = autopar.apply(Deep() if plan.stage_starts else Net(), plan, **options)
     for _ in range(calls):
         par(rows()).backward()
     return par
@@ -69,7 +88,7 @@ def killed(rank: int, plan: Any, phase: str, **options: Any) -> Any:
 
 
 def stopped(rank: int, plan: Any) -> Any:
-    """One rank of a grid stands still, as under a debugger."""
+    """The last of four ranks stands still, as under a debugger."""
     par = parallel(plan)
     if rank == 3:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -96,6 +115,8 @@ TASKS: dict[str, tuple[int, Any, Task]] = {
     "emitted forward": (2, "fsdp", partial(killed, phase="forward", overlap=False)),
     "emitted backward": (2, "fsdp", partial(killed, phase="backward", overlap=False)),
     "stopped": (4, Grid4D(2, 2, 1, 1), stopped),
+    "stage, killed": (2, Stages(2, "ddp"), partial(killed, phase="forward")),
+    "stage, stopped": (4, Stages(2, "ddp"), stopped),
     "killed, compared": (2, "ddp", partial(killed, phase="forward", calls=1)),
     "a call more": (2, "ddp", partial(ahead, calls=4)),
     "a call more, compared": (2, "ddp", partial(ahead, calls=1)),
@@ -124,7 +145,8 @@ def child(task: Task, rank: int, size: int, folder: Path, plan: Any) -> None:
 def started(name: str, folder: Path) -> list[int]:
     """The ranks of a task: process ids."""
     size, layout, task = TASKS[name]
-    plan = autopar.plan(Net(), size, (rows(),), layout=layout, smaller=False)
+    model, count = model_for(layout)
+    plan = autopar.plan(model, size, (rows(),), layout=layout, smaller=False, microbatches=count)
     folder.mkdir()
     children = []
     for rank in range(size):
