@@ -230,14 +230,22 @@ def read_layout(text: str) -> Layouts:
     GridContext(context=2, within='megatron', attention='heads')
     >>> read_layout("pp:4,fsdp")
     Stages(count=4, within='fsdp', schedule='1f1b', rounds=1)
+    >>> read_layout("pp:8,schedule=auto,4d:z=8,y=8").within
+    Grid4D(x=1, y=8, z=8, data=1)
+
+    "pp" alone leaves stages, schedule and layout open. Of cp and pp, what stands from the name of
+    another grid on is the layout within.
     """
-    name, colon, sizes = text.partition(":")
     if text in NAMES:
         return text
+    if text == "pp":
+        return Stages(schedule="auto")
+    text, inner = _split_within(text)
+    name, colon, sizes = text.partition(":")
     grid = GRIDS.get(name)
     if not colon or grid is None:
         raise LayoutError(
-            f"unknown layout {text!r}; known ones: {', '.join(NAMES)}, and with sizes "
+            f"unknown layout {text!r}; known ones: {', '.join(NAMES)}, pp, and with sizes "
             f"{', '.join(GRIDS)}, as 4d:x=2,y=2"
         )
     fields = [
@@ -246,7 +254,7 @@ def read_layout(text: str) -> Layouts:
         if field.type in ("int", "str") or field.name in ("within", "attention", "count")
     ]
     names = [field.name for field in fields]
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {} if inner is None else {"within": inner}
     for position, part in enumerate(sizes.split(",")):
         key, equals, value = (piece.strip() for piece in part.rpartition("="))
         if not equals:
@@ -260,6 +268,12 @@ def read_layout(text: str) -> Layouts:
     if missing:
         raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage_text(names)}")
     return grid(**values)
+
+
+def _split_within(text: str) -> tuple[str, Layouts | None]:
+    """Return a grid's text without that of a grid within it, and the grid within, None for none."""
+    match = re.fullmatch(rf"((?:cp|pp):[^:]*?),(?:within=)?((?:{'|'.join(GRIDS)}):.*)", text)
+    return (text, None) if match is None else (match[1], read_layout(match[2]))
 
 
 def _usage_text(names: list[str]) -> str:

@@ -135,12 +135,22 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
 
     Example: peak(plan.context.program, "sgd").peak
     """
+    return peak_and_saved(program, optimizer, world)[0]
+
+
+def peak_and_saved(
+    program: Program, optimizer: Optimizer = "adamw", world: World | None = None
+) -> tuple[Memory, float]:
+    """Return what `peak` returns, and the bytes that a rank holds between the forward and the
+    backward besides parameters, gradients and the optimizer's states.
+    """
     assert program.plan is not None
     backend, on_gpu = "", False
     if world is not None:
         backend, on_gpu = world.backend, world.device.name != "cpu"
     with _use_simulator(_Shapes(backend)):
-        return memory_of_parts(program, _Step(program, optimizer, on_gpu).run())
+        step = _Step(program, optimizer, on_gpu)
+        return memory_of_parts(program, step.run()), step.saved
 
 
 def run_step(program: Program, optimizer: Optimizer, world: World, lives: Lives) -> None:
@@ -192,6 +202,7 @@ class _Step:
         self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
         self.lives = Lives() if lives is None else lives
         self.moments: list[Moment] = []
+        self.saved = 0.0  # bytes that are held between forward and backward
 
     def run(self, most: int = 0) -> Memory:
         """Return the memory at the peak of the step; leave about `most` of its `moments`."""
@@ -214,6 +225,7 @@ class _Step:
         self._forward_end = forward_end
         self._kinds |= {id(x): "gradients" for x in gradients}
         self.moments = self._moments(most) if most else []
+        self.saved = self._sizes(forward_end)["activations"]
         return self._memory()
 
     def _local_tensor(self, entry: Input) -> Tensor:

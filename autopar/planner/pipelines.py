@@ -15,8 +15,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
+from torch import fx
+
 from autopar.cost.memory import text_of
-from autopar.cost.peak import peak
+from autopar.cost.peak import peak_and_saved
 from autopar.cost.pipeline import PipelineStep, StageSeconds, simulate_pipeline
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
@@ -113,12 +115,15 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         return plan
     context, asked = plan.context, request.stages
     assert context is not None
-    whole = dataclasses.replace(context.program, plan=dataclasses.replace(plan, interleaved=False))
-    run, memory = _fastest_that_fits(_runs(whole, asked, like), request)
+    alone = dataclasses.replace(plan, interleaved=False, context=None)
+    whole = dataclasses.replace(context.program, plan=alone)
+    runs = _runs(whole, context.source.module.graph, asked, like)
+    run, memory = _fastest_that_fits(runs, request)
     pipeline, step = run.pipeline, run.step
     most = max(memory, key=lambda each: each.peak)
     planned = dataclasses.replace(
         plan,
+        context=None,
         layout=str(_named(asked, run, plan)) if like is None else like.layout,
         stage_starts=run.starts,
         schedule=run.schedule,
@@ -176,15 +181,18 @@ class _Run:
         )
 
 
-def _runs(whole: Program, asked: Stages, like: Plan | None) -> list[_Run]:
-    """Return the runs that are asked for, the fastest first: of one schedule, or with "auto" of
+def _runs(whole: Program, traced: fx.Graph, asked: Stages, like: Plan | None) -> list[_Run]:
+    """Return the runs that are asked for of a program that was traced as this graph and emitted,
+    the fastest first: of one schedule, or with "auto" of
     1f1b and of interleaved ones, of which the bubble shrinks with the rounds. GPipe and looped-bfs
     have the bubbles of these two, and hold more.
     """
     count = _count(asked)
     if like is not None:
         return [_Run.of(whole, like.schedule, like.pipeline, like.stage_starts)]
-    by_block = _seconds_by_block(whole)
+    assert whole.plan is not None
+    by_node = compute_seconds_by_node(whole, whole.plan.world)
+    by_block = cutting.seconds_by_block(traced, by_node)
     if asked.schedule != "auto":
         pipeline = Pipeline(count, asked.rounds)
         starts = cutting.balanced(by_block, pipeline.stages)
@@ -217,21 +225,21 @@ def _fastest_that_fits(
     raise _no_room(min(found, key=lambda each: max(m.peak for m in each)), request)
 
 
-def _seconds_by_block(whole: Program) -> dict[str, float]:
-    """Return what every block computes for, which decides where stages begin."""
-    plan = whole.plan
-    assert plan is not None and plan.context is not None
-    by_node = compute_seconds_by_node(whole, plan.world)
-    return cutting.seconds_by_block(plan.context.source.module.graph, by_node)
-
-
 def step_of(plan: Plan) -> PipelineStep:
     """Return the simulated step of a plan with stages, made in this process."""
+    return _run_of(plan).step
+
+
+def memory_by_rank(plan: Plan) -> tuple[Memory, ...]:
+    """Return what each rank of a plan's pipeline holds at its peak; the plan was made in this
+    process.
+    """
+    return _run_of(plan).memory()
+
+
+def _run_of(plan: Plan) -> _Run:
     assert plan.context is not None and plan.stage_starts
-    program = plan.context.program
-    schedule = actions(plan.schedule, plan.pipeline, plan.microbatches)
-    seconds = [_seconds(stage, program) for stage in cutting.cut(program, plan.stage_starts)]
-    return simulate_pipeline(plan.pipeline, schedule, seconds)
+    return _Run.of(plan.context.program, plan.schedule, plan.pipeline, plan.stage_starts)
 
 
 def _seconds(stage: Stage, program: Program) -> StageSeconds:
@@ -259,7 +267,8 @@ def _end_of_forward(one: Timeline) -> float:
 
 def _send_seconds(stage: Stage, world: World) -> float:
     """Return the seconds that border tensors take to the next stage, over the outermost links."""
-    sent = _bytes(stage, stage.sends)
+    layouts, dtypes = stage.program.layouts, stage.program.dtypes
+    sent = float(sum(layouts[n].local_size * dtypes[n].itemsize for n in stage.sends))
     *inner, outer = world.levels
     members = math.prod(level.ranks for level in inner)  # that send at once over one uplink
     share = outer.uplink(members) / members
@@ -273,39 +282,38 @@ def _memory_of_rank(
     rank: int,
 ) -> Memory:
     """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
-    in flight keep for their backward, and the largest of what one of them needs besides.
+    in flight keep for their backward, and what the one that computes needs besides.
     """
-    found: Memory | None = None
+    alone: dict[int, Memory] = {}
+    saved: dict[int, float] = {}
     for number in pipeline.stages_of(rank):
-        stage = stages[number]
-        plan = stage.program.plan
-        assert plan is not None
-        one = peak(stage.program, plan.optimizer, plan.world)
-        flying = most_in_flight(tuple(schedule[rank]), number) - 1
-        more = flying * (one.activations + _bytes(stage, (*stage.receives, *stage.sends)))
-        one = dataclasses.replace(one, activations=one.activations + more, peak=one.peak + more)
-        found = one if found is None else _together(found, one)
-    assert found is not None
-    return found
-
-
-def _bytes(stage: Stage, names: Sequence[str]) -> float:
-    """Return the bytes that a rank has of these border tensors."""
-    layouts, dtypes = stage.program.layouts, stage.program.dtypes
-    return float(sum(layouts[n].local_size * dtypes[n].itemsize for n in names))
-
-
-def _together(a: Memory, b: Memory) -> Memory:
-    """Return the memory of two stages of one rank: one of them computes at a moment."""
+        program = stages[number].program
+        assert program.plan is not None
+        alone[number], saved[number] = peak_and_saved(
+            program, program.plan.optimizer, program.plan.world
+        )
     kept = {
-        name: getattr(a, name) + getattr(b, name)
-        for name in ("parameters", "gradients", "optimizer", "activations")
+        kind: math.fsum(getattr(memory, kind) for memory in alone.values())
+        for kind in ("parameters", "gradients", "optimizer")
     }
-    transient = max(a.transient, b.transient)
-    flight = max(a.in_flight, b.in_flight)
-    return Memory(
-        **kept, transient=transient, in_flight=flight, peak=sum(kept.values()) + transient + flight
-    )
+    flying = dict.fromkeys(alone, 0)
+    most: Memory | None = None
+    for action in schedule[rank]:
+        flying[action.stage] -= action.kind == "B"
+        own = alone[action.stage]
+        activations = own.activations + math.fsum(n * saved[s] for s, n in flying.items())
+        total = math.fsum(kept.values()) + activations + own.transient + own.in_flight
+        flying[action.stage] += action.kind == "F"
+        if most is None or total > most.peak:
+            most = Memory(
+                **kept,
+                activations=activations,
+                transient=own.transient,
+                in_flight=own.in_flight,
+                peak=total,
+            )
+    assert most is not None
+    return most
 
 
 def _limit(request: PlanRequest) -> float:

@@ -68,6 +68,12 @@ CASES = (
     Case("wide", 1, "auto", microbatches=2),
     Case("wide", 4, "4d", microbatches=4),
     Case("long", 2, "fsdp", limit=0.6, microbatches="auto"),
+    Case("gpt", 2, "ddp", microbatches=4, stages=2),
+    Case("gpt", 4, "fsdp", microbatches=4, stages=2),
+    Case("gpt", 4, "megatron", microbatches=8, stages=2, schedule="interleaved", rounds=2),
+    Case("gpt", 4, "ddp", microbatches=4, stages=4, schedule="gpipe"),
+    Case("long", 4, "fsdp", "full", microbatches=2, stages=2),
+    Case("llama", 4, "fsdp", microbatches=4, stages=2),
     Case("gpt", 2, "fsdp", between=True),
     Case("gpt", 4, "megatron-sp", between=True),
     Case("wide", 4, "fsdp", limit=0.75, between=True),
@@ -139,6 +145,8 @@ def table(rows: Iterable[Counted]) -> Table:
         limit, planned, measured = (f"{size / 2**20:.2f}" if size else "" for size in sizes)
         how = "auto" if case.limit is not None else case.recompute
         how += f", {case.microbatches} parts" * (case.microbatches != 1)
+        if case.stages > 1:
+            how += f", stage {row.stage} of {case.stages}, {case.schedule}"
         how += ", evaluated and saved between" * case.between
         ratio = row.refused or f"{row.ratio:.3f}" + ("" if is_good(row) else " !")
         rest = (f"{size / 2**20:.2f}" for size in (row.steady, row.start, row.largest))

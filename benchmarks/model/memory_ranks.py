@@ -22,6 +22,7 @@ from torch import nn
 
 import autopar
 from autopar._compat import pytree
+from autopar.planner.pipelines import memory_by_rank
 from autopar.world import ranks as running
 from benchmarks.models import Llama
 from examples.gpt import GPT, Config
@@ -34,7 +35,7 @@ class Case:
     """A model of MODELS under a layout; `limit`: memory= as a part of what the plan without a limit
     needs, None for no limit. `between`: before each counted step the model is evaluated on the
     batch and on half of it, and a checkpoint is saved; all of that counts. `microbatches`: parts
-    of a step, or "auto".
+    of a step, or "auto". `stages`: ranks of a pipeline, each of `rounds` stages under `schedule`.
     """
 
     model: str
@@ -45,13 +46,16 @@ class Case:
     overlap: bool = True
     between: bool = False
     microbatches: int | str = 1
+    stages: int = 1
+    schedule: str = "1f1b"
+    rounds: int = 1
 
 
 @dataclass
 class Counted:
     """Bytes, of the rank that held most: planned and measured at the peak of a step, the limit,
     between two steps, and above what was there while the model was cut, beside the parts of the
-    plan. `refused`: why it did not run.
+    plan. `refused`: why it did not run. `stage`: of a pipeline, whose ranks are counted apart.
     """
 
     case: Case
@@ -63,6 +67,7 @@ class Counted:
     start: float = 0.0
     largest: float = 0.0  # of the parameters, whole
     refused: str = ""
+    stage: int = 0
     parts: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -252,7 +257,7 @@ def _started(case: Case, inputs: Any, counter: Counter, counted: Counted) -> nn.
     module = autopar.parallelize(
         model,
         inputs=inputs,
-        layout=case.layout,
+        layout=_layout(case),
         memory=memory,
         recompute=case.recompute if case.limit is None else "auto",
         overlap=case.overlap,
@@ -262,9 +267,19 @@ def _started(case: Case, inputs: Any, counter: Counter, counted: Counted) -> nn.
     counted.start = float(counter.peak() - there)
     plan = module.plan
     assert plan.memory is not None
-    counted.planned, counted.parts = plan.peak_bytes, asdict(plan.memory)
-    counted.kept = plan.memory.parameters + plan.memory.optimizer
+    memory_of = plan.memory
+    if case.stages > 1:
+        counted.stage = dist.get_rank() // plan.mesh.size
+        memory_of = memory_by_rank(plan)[counted.stage]
+    counted.planned, counted.parts = memory_of.peak, asdict(memory_of)
+    counted.kept = memory_of.parameters + memory_of.optimizer
     return module
+
+
+def _layout(case: Case) -> str | autopar.Stages:
+    if case.stages == 1:
+        return case.layout
+    return autopar.Stages(case.stages, case.layout, case.schedule, case.rounds)
 
 
 def _free(model: nn.Module, inputs: Any, layout: str) -> float:
@@ -308,9 +323,11 @@ def main() -> None:
         if not alone_of:
             dist.all_gather_object(everywhere, own)
         if not dist.get_rank():
-            most = max(everywhere, key=lambda one: one["measured"])
             with Path(out).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(most) + "\n")
+                for stage in sorted({one["stage"] for one in everywhere}):
+                    own_ranks = [one for one in everywhere if one["stage"] == stage]
+                    most = max(own_ranks, key=lambda one: one["measured"])
+                    file.write(json.dumps(most) + "\n")
     dist.destroy_process_group()
 
 

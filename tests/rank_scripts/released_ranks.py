@@ -17,7 +17,7 @@ from on_ranks import Facts, run_tasks
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "4d")
 
 
-def left(layout: str, planned: bool, **options: Any) -> list[str]:
+def left(layout: str | autopar.Stages, planned: bool, **options: Any) -> list[str]:
     """The parameters and buffers whose memory somebody still holds after a step."""
     model, args, _ = models.gpt(dropout=0.1)
     model.register_buffer("table", torch.ones(64, 64))
@@ -29,7 +29,8 @@ def left(layout: str, planned: bool, **options: Any) -> list[str]:
         par = autopar.parallelize(model, inputs=args, layout=layout, **options)
     held = [*model.named_parameters(), *model.named_buffers()]
     storages = {name: StorageWeakRef(x.untyped_storage()) for name, x in held}
-    next(x for x in torch.utils._pytree.tree_leaves(par(*args)) if not x.dim()).backward()
+    results = torch.utils._pytree.tree_leaves(par(*args))
+    next(x for x in results if x is not None and not x.dim()).backward()
     del model, held
     gc.collect()
     return [name for name, storage in storages.items() if not storage.expired()]
@@ -42,6 +43,7 @@ def released() -> Facts:
     found["planned"] = left("fsdp", planned=True)
     found["recomputed"] = left("fsdp", planned=False, recompute="full")
     found["in parts"] = left("fsdp", planned=False, microbatches=2)
+    found["in stages"] = left(autopar.Stages(2, "ddp"), planned=False, microbatches=2)
     return found
 
 

@@ -69,7 +69,11 @@ def _stages_runner(
         "opening process groups", partial(Links, plan.mesh, pipeline.ranks, ranks.rank())
     )
     world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
-    stages = cut(program, plan.stage_starts)
+    # what runs for as long as the module holds nothing of the whole model
+    cut_program = dataclasses.replace(
+        program, tensors={}, plan=dataclasses.replace(plan, context=None)
+    )
+    stages = cut(cut_program, plan.stage_starts)
     own = [stages[number] for number in pipeline.stages_of(links.copy)]
     runs = {stage.number: runner(stage.program, world, backend, overlap) for stage in own}
     schedule = actions(plan.schedule, pipeline, parts.count)
