@@ -154,5 +154,9 @@ SUBJECTS = {
         lambda: GPT(Config(vocabulary=1024, context=1024, width=256, heads=8, layers=4)),
         8, 1024, 1024, "4 M parameters, 8192 tokens in sequences of 1024",
     ),
+    "deep": Subject(
+        lambda: GPT(Config(vocabulary=256, context=32, width=512, heads=8, layers=12)),
+        16, 32, 256, "38 M parameters in 12 blocks, 512 tokens: little lies between two blocks",
+    ),
 }  # fmt: skip
-TIMED = tuple(name for name in SUBJECTS if name != "tiny")
+TIMED = tuple(name for name in SUBJECTS if name not in ("tiny", "deep"))

@@ -43,7 +43,9 @@ from benchmarks.step_time.peers import PEERS
 RATES = ("100mbit", "400mbit", "2gbit", "unlimited")
 SHAPES = ("2x2", "4x1", "2x4")
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "4d", "3d", "2.5d")
-OWN = tuple(f"autopar {layout}" for layout in (*LAYOUTS, "auto+waiting", "ddp+waiting"))
+OWN = tuple(
+    f"autopar {layout}" for layout in (*LAYOUTS, "auto+waiting", "ddp+waiting", "auto+stages")
+)
 EVERY = (*PEERS, *OWN)
 # Measured once on a quiet machine of two cores, without an optimizer: 2×2, the GPT.
 EARLIER = {

@@ -220,7 +220,7 @@ def _own_heads(attention: Any, mesh: DeviceMesh) -> None:
 # -- autopar ---------------------------------------------------------------------------------------
 def wanted(text: str) -> tuple[Layouts, Overlap]:
     """A layout, one of FORCED or a name; after a "+" the one pass that derived graphs go through,
-    or "waiting" if every collective is to be waited for at once.
+    or "waiting" if every collective is to be waited for at once. "+stages" is read by `parallel`.
     """
     layout, _, alone = text.partition("+")
     return FORCED.get(layout, layout), (alone,) if alone in OPTIONS else alone != "waiting"
@@ -229,11 +229,14 @@ def wanted(text: str) -> tuple[Layouts, Overlap]:
 def parallel(
     model: nn.Module, world: autopar.World, batch: Batch, layout: str, name: str
 ) -> Contestant:
-    """By what `wanted` reads. Every rank gives the global batch and takes its own part. The model
-    is shared: autopar copies what it takes.
+    """By what `wanted` reads; "auto+stages" leaves micro-batches and stages open. Every rank gives
+    the global batch and takes its own part. The model is shared: autopar copies what it takes.
     """
     which, overlap = wanted(layout)
-    par = autopar.parallelize(model, world, batch, layout=which, overlap=overlap)
+    par = autopar.parallelize(
+        model, world, batch, layout=which, overlap=overlap,
+        microbatches="auto" if layout.endswith("+stages") else 1,
+    )  # fmt: skip
     assert isinstance(par, autopar.ParallelModule)
     return Contestant(name, par, plan=par.plan)
 

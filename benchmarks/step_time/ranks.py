@@ -132,6 +132,9 @@ def step(contestant: peers.Contestant, batch: peers.Batch, timed: Timed, local: 
 
 
 def _norm(contestant: peers.Contestant) -> float:
+    if contestant.plan is not None and contestant.plan.stage_starts:  # each rank has some of it
+        assert isinstance(contestant.model, autopar.ParallelModule)
+        return float(contestant.model.clip_grad_norm_(math.inf))
     total = peers.squared_norm(contestant.model)
     dist.all_reduce(total)
     return float(total.sqrt())
@@ -188,6 +191,8 @@ def enter(job: Job, world: autopar.World) -> tuple[dict[str, peers.Contestant], 
             if made.plan is not None:
                 timed.modelled = made.plan.overlapped or made.plan.seconds
                 timed.mesh = str(made.plan.mesh)
+                if made.plan.stage_starts:
+                    timed.mesh += f" {made.plan.layout}, {made.plan.microbatches} micro-batches"
         timed.made_in = time.perf_counter() - started
         table.append(timed)
         say(f"{name}: {timed.reason or f'made in {timed.made_in:.1f} s {timed.mesh}'}")
