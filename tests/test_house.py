@@ -44,9 +44,9 @@ def test_alike_names(pair: tuple[str, str]) -> None:
     assert alike(*pair) and not alike("chunk", "chunk_units")
 
 
-def alike(one: str, other: str) -> bool:
+def alike(first: str, other: str) -> bool:
     """Whether two names are one word with two endings."""
-    stems = [{name, *(name.removesuffix(e) for e in ENDINGS)} for name in (one, other)]
+    stems = [{name, *(name.removesuffix(e) for e in ENDINGS)} for name in (first, other)]
     return bool({stem for stem in stems[0] if len(stem) > 2} & stems[1])
 
 

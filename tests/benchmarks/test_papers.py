@@ -54,9 +54,9 @@ def test_the_flops_of_a_step() -> None:
     assert job.flops > 96 * 1024 * 2048 * 42 * 12288**2
 
 
-def step(way: Way, **seconds: float) -> Step:
+def step(sharding: Way, **seconds: float) -> Step:
     moving = dict.fromkeys(KINDS, 0.0) | seconds
-    return Step(Grid4D(z=8), way, 10, 1.0, 2.0, moving, dict.fromkeys(KINDS, 0.0))
+    return Step(Grid4D(z=8), sharding, 10, 1.0, 2.0, moving, dict.fromkeys(KINDS, 0.0))
 
 
 def test_what_hides_under_what() -> None:

@@ -19,9 +19,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autopar.cli import main, options, terminal
-from autopar.cli.targets import NAMED, Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.tools.targets import NAMED, Batch, TargetError, resolve
 from autopar.world import World
 from autopar.world.hardware import Measured
 from models import Mlp as MseMlp

@@ -20,7 +20,7 @@ from autopar.cost.memory import (
     with_flight,
     with_reserve,
 )
-from autopar.cost.peak import Lives, highest
+from autopar.cost.peak import LifetimeRecorder, highest
 from autopar.errors import LayoutError
 from autopar.ir.plan_table import Memory
 from autopar.planner.named_layouts import NAMES
@@ -85,7 +85,7 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        with Lives() as lives:
+        with LifetimeRecorder() as lives:
             optimizer.step()
     states = [
         x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)
@@ -93,7 +93,7 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
     assert sum(x.nbytes for x in states if x.dim()) == STATES[name] * 4 * 1500
     known = {id(t.untyped_storage()) for t in (*states, *parameters)}
     own = [life for key, life in lives.current.items() if key in known]
-    rest = [life for life in lives.lives if life not in own]
+    rest = [life for life in lives.lifetimes if life not in own]
     assert highest(rest)[1] == pytest.approx(step_bytes([4000.0, 2000.0], name, at_once), abs=100)
 
 

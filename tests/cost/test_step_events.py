@@ -73,9 +73,9 @@ def test_what_runs_again_is_modelled() -> None:
     assert computed(again) > 1.2 * computed(before)
 
 
-def shows(found: Seen, path: Path) -> None:
+def shows(seen: Seen, path: Path) -> None:
     """What the file says is what the timeline says; on no track does one thing overlap another."""
-    found.save(path)
+    seen.save(path)
     entries = json.loads(path.read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     assert list(names.values())[:2] == ["compute", "waits"]
@@ -90,11 +90,11 @@ def shows(found: Seen, path: Path) -> None:
         assert all(e["args"]["node"] and e["args"]["phase"] for e in ordered)
     waited = sum(e["dur"] for e in tracks["waits"]) / 1e6
     lanes = [e for name, track in tracks.items() if name not in ("compute", "waits") for e in track]
-    assert waited == pytest.approx(found.exposed_seconds)
+    assert waited == pytest.approx(seen.exposed_seconds)
     assert sum(e["args"]["exposed_s"] for e in lanes) == pytest.approx(waited)
-    assert sum(e["dur"] for e in lanes) / 1e6 == pytest.approx(found.communication)
+    assert sum(e["dur"] for e in lanes) / 1e6 == pytest.approx(seen.communication)
     assert sum(e["args"]["bytes"] for e in lanes) == pytest.approx(
-        sum(total.bytes for total in found.totals())
+        sum(total.bytes for total in seen.totals())
     )
 
 

@@ -137,11 +137,11 @@ def sent(plan: Plan, call: Call) -> float:
 
 
 def by_kind(
-    found: Iterable[tuple[str, str, str, float]],
+    rows: Iterable[tuple[str, str, str, float]],
 ) -> dict[tuple[str, str, str], list[float]]:
     """Amounts by (phase, kind, axes), sorted; the panels of SUMMA, q of each block, added up."""
     amounts: dict[tuple[str, str, str], list[float]] = {}
-    for *key, amount in found:
+    for *key, amount in rows:
         amounts.setdefault(tuple(key), []).append(amount)  # type: ignore[arg-type]
     return {
         key: [sum(one)] if key[1] in ("broadcast", "reduce") else sorted(one)

@@ -79,9 +79,9 @@ def test_narrow_numbers_stay_below_one(dtype: torch.dtype) -> None:
     assert abs(numbers.double().mean() - 0.5) < 0.005
 
 
-def near(one: Tensor, other: Tensor) -> bool:
+def near(first: Tensor, other: Tensor) -> bool:
     """Whether two sets of normal numbers and of their squares are not correlated."""
-    products = one * other, (one.square() - 1) * (other.square() - 1) / 2
+    products = first * other, (first.square() - 1) * (other.square() - 1) / 2
     return all(abs(float(x.mean())) < 5 / N**0.5 for x in products)
 
 

@@ -220,7 +220,7 @@ def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layo
         wanted.mesh,
         [None if n is None else shape_of(n.meta["val"]) for n in operands_of(traced.node)],
     )
-    reached, operands = push_back_layouts(traced.spec, wanted, result, tuple(shapes))
+    reached, operands = push_back_layouts(traced.rule, wanted, result, tuple(shapes))
     results = [Layout(mesh, shape_of(v), (R,) * len(mesh.axes)) for v in results_of(traced.node)]
     results[result] = reached
     module = emitted(traced, Strategy((), operands, tuple(results), 1), mesh)

@@ -250,12 +250,12 @@ def test_draws_of_one_graph_differ_and_so_do_calls() -> None:
     assert float((one * other).mean()) < 0.5
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
+def distance(actual: Tensor, wanted: Tensor) -> float:
     """The largest difference of the two samples' shares of numbers up to any one."""
-    found, wanted = found.double().sort().values, wanted.double().sort().values
-    assert found.shape == wanted.shape
-    both = torch.cat((found, wanted)).unique()
-    shares = (torch.searchsorted(x, both, right=True) / len(x) for x in (found, wanted))
+    actual, wanted = actual.double().sort().values, wanted.double().sort().values
+    assert actual.shape == wanted.shape
+    both = torch.cat((actual, wanted)).unique()
+    shares = (torch.searchsorted(x, both, right=True) / len(x) for x in (actual, wanted))
     return float((next(shares) - next(shares)).abs().max())
 
 

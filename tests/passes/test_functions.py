@@ -235,7 +235,7 @@ def test_a_large_function_is_split_by_what_a_smaller_trial_says() -> None:
     def factors(function: Any) -> list[int]:
         x = torch.empty(64, 512, 2048, device="meta")
         notes = annotate.annotate(trace.trace(Large(function), (x,))).annotations
-        (spec,) = (s for s in notes.specs.values() if s.found != "rule")
+        (spec,) = (s for s in notes.specs.values() if s.source != "rule")
         return [size for name, size in spec.sizes.items() if spec.splittable(name)]
 
     assert factors(lambda x: kept(x, 4)) == [64, 512, 2048]

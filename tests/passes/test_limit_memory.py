@@ -30,7 +30,7 @@ def scheduled(plan: autopar.Plan) -> Scheduled:
     return run
 
 
-def held(run: Scheduled) -> dict[str, float]:
+def peak_bytes(run: Scheduled) -> dict[str, float]:
     assert run.forward is not None and run.backward is not None
     given = run.forward.graph.find_nodes(op="placeholder")
     step = StepMemory(float(sum(map(bytes_of, given))), saved_by(run.forward.graph), True)
@@ -47,14 +47,14 @@ def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     plan = autopar.plan(model, 4, (tokens, tokens), "fsdp", recompute=recompute, smaller=False)
     assert plan.memory is not None
     bound = plan.memory.peak - plan.memory.optimizer
-    found = held(scheduled(plan))
+    found = peak_bytes(scheduled(plan))
     assert max(found.values()) <= 1.01 * bound
     if recompute == "none":  # they are held anyway
         return
     program = plan.context.program
     free = dataclasses.replace(plan, memory=None)
     ready = dataclasses.replace(plan.context, program=dataclasses.replace(program, plan=free))
-    unbound = held(scheduled(dataclasses.replace(free, context=ready)))
+    unbound = peak_bytes(scheduled(dataclasses.replace(free, context=ready)))
     assert unbound["backward"] > 1.1 * bound
 
 

@@ -150,9 +150,9 @@ def test_blocks_where_they_pay(case: str) -> None:
     """Attention is computed in blocks where it is long and they skip much, or its mask is large."""
     tokens, band, expected = LENGTHS[case]
 
-    def make(segment: Tensor, kept: Tensor) -> Tensor:
+    def make(segment: Tensor, valid: Tensor) -> Tensor:
         i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
-        mask = kept[:, None, None, :].expand(-1, 1, tokens, -1)
+        mask = valid[:, None, None, :].expand(-1, 1, tokens, -1)
         if band.after is not None:
             mask = mask & (j <= i + band.after)
         return mask if band.before is None else mask & (j >= i - band.before)
@@ -173,16 +173,16 @@ class Tree(nn.Module):
         super().__init__()
         self.seed = seed
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, kept: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, valid: Tensor) -> Tensor:
         dice = random.Random(self.seed)
-        mask = _condition(dice, segment, kept)
+        mask = _condition(dice, segment, valid)
         for _ in range(dice.randrange(3)):
-            other = _condition(dice, segment, kept)
+            other = _condition(dice, segment, valid)
             mask = dice.choice([torch.logical_and, torch.bitwise_and])(mask, other)
         return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def _condition(dice: random.Random, segment: Tensor, kept: Tensor) -> Tensor:
+def _condition(dice: random.Random, segment: Tensor, valid: Tensor) -> Tensor:
     i, j = torch.arange(SIZE)[:, None], torch.arange(SIZE)
     step = dice.randrange(-3, 4)
     compare = dice.choice([torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne])
@@ -199,9 +199,9 @@ def _condition(dice: random.Random, segment: Tensor, kept: Tensor) -> Tensor:
         case 4:
             return compare(own, other + step)
         case 5:
-            return kept[:, None, None, :]
+            return valid[:, None, None, :]
         case 6:
-            return kept[:, None, :, None].expand(-1, 1, -1, SIZE)
+            return valid[:, None, :, None].expand(-1, 1, -1, SIZE)
         case 7:
             return compare(i // 4, j // 4)
     return torch.ones(SIZE, SIZE, dtype=torch.bool).tril(step)
@@ -247,8 +247,8 @@ class Masked(nn.Module):
         super().__init__()
         self.make = make
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, kept: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, self.make(segment, kept))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, valid: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.make(segment, valid))
 
 
 def _i() -> Tensor:
@@ -275,7 +275,7 @@ def test_what_is_no_description_stays(name: str) -> None:
 def test_positions_that_are_no_packing_are_compared() -> None:
     """The segments of other positions than those compared say nothing of them."""
 
-    def make(segment: Tensor, kept: Tensor) -> Tensor:
+    def make(segment: Tensor, valid: Tensor) -> Tensor:
         first = segment[:, :1] - 1
         number = (torch.diff(segment, prepend=first, dim=-1) != 1).cumsum(-1)
         places = segment.flip(-1)

@@ -295,8 +295,8 @@ def test_verify_holds_what_ranks_run_against_the_whole_batch(
     assert autopar.verify(model, 2, inputs(), "ddp", microbatches=2).loss_error < 1e-12
     rewritten = autopar.api.rewrite_for_ranks
 
-    def doubled(*given: Any) -> Any:
-        program = rewritten(*given)
+    def doubled(*arguments: Any) -> Any:
+        program = rewritten(*arguments)
         graph = program.module.graph
         (loss,) = graph.output_node().args[0]
         with graph.inserting_before(graph.output_node()):

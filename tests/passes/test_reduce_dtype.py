@@ -117,7 +117,7 @@ def test_small_parts_survive_the_sum(dtype: torch.dtype | None) -> None:
     mesh = Mesh.parse("x4")
     parts = [torch.tensor([1.0 if rank == 0 else 2.0**-9]) for rank in range(4)]
 
-    def one(rank: int) -> list[Tensor]:
+    def on_rank(rank: int) -> list[Tensor]:
         whole = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
         copy = collectives.replicate(whole, "x", str(mesh), reduce_dtype=dtype)
         copy.backward(parts[rank].bfloat16())
@@ -128,7 +128,7 @@ def test_small_parts_survive_the_sum(dtype: torch.dtype | None) -> None:
         return [whole.grad, shard.grad]
 
     expected = sum(parts).bfloat16() if dtype else torch.ones(1, dtype=torch.bfloat16)
-    for grads in lockstep.run(mesh, one):
+    for grads in lockstep.run(mesh, on_rank):
         for grad in grads:
             assert grad.dtype == torch.bfloat16
             assert torch.equal(grad, expected)

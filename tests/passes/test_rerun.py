@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 import autopar
 import models
 from autopar import PlanError
-from autopar.cost.peak import Lives
+from autopar.cost.peak import LifetimeRecorder
 from autopar.ir.graph import every_node
 from autopar.ops.recomputation import rerun_in_backward
 from autopar.planner.request import Grid4D
@@ -139,13 +139,13 @@ def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
             recompute=how,
             overlap=False,  # type: ignore[arg-type]
         )
-        lives, counter = Lives(), Products()
+        lives, counter = LifetimeRecorder(), Products()
         with lives:
             found = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
         leaves = torch.utils._pytree.tree_leaves(found)
         loss = next(x for x in leaves if isinstance(x, torch.Tensor) and not x.dim())
         moment = lives.moment + 1
-        held.append(sum(life.size for life in lives.lives if life.died > moment))
+        held.append(sum(life.size for life in lives.lifetimes if life.died > moment))
         with counter:
             loss.backward(retain_graph=True)
         counted.append(counter)
@@ -165,14 +165,14 @@ def left_after_a_step(recompute: Any) -> int:
     gc.collect()
     gc.disable()
     try:
-        lives = Lives()
+        lives = LifetimeRecorder()
         with lives:
             found = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
             leaves = torch.utils._pytree.tree_leaves(found)
             next(x for x in leaves if isinstance(x, torch.Tensor) and not x.dim()).backward()
             par.zero_grad()
             del found, leaves
-        return sum(life.size for life in lives.lives if life.died > lives.moment + 1)
+        return sum(life.size for life in lives.lifetimes if life.died > lives.moment + 1)
     finally:
         gc.enable()
 

@@ -215,11 +215,11 @@ def test_a_table_that_scales_its_rows_in_place_is_refused(kind: Any) -> None:
 
 # -- custom ops ------------------------------------------------------------------------------------
 @torch.library.custom_op("autopar_values::doubled", mutates_args=())
-def doubled(x: Tensor, way: str) -> Tensor:
+def doubled(x: Tensor, mode: str) -> Tensor:
     return 2 * x
 
 
-doubled.register_fake(lambda x, way: torch.empty_like(x))
+doubled.register_fake(lambda x, mode: torch.empty_like(x))
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "own": lambda g: 2 * g,
@@ -234,14 +234,14 @@ doubled.register_autograd(
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_backward_of_a_custom_op(way: str) -> None:
+@pytest.mark.parametrize("mode", WAYS)
+def test_the_backward_of_a_custom_op(mode: str) -> None:
     """Under every layout the gradients are those of the module; the batch alone makes the op's
     gradient a part of a sum on some axis.
     """
 
     def call(self: Wrapped, x: Tensor) -> Any:
-        return self.inner[1](doubled(self.inner[0](x), way)).square().mean()
+        return self.inner[1](doubled(self.inner[0](x), mode)).square().mean()
 
     model = Wrapped(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), call)
     x = torch.randn(8, 6)

@@ -87,8 +87,8 @@ class InTurns(nn.Module):
         return x.square().mean()
 
 
-def program_of(model: nn.Module, args: Any, given: Any = None) -> Program:
-    return annotate.chains(annotate.annotate(trace.trace(model, args, given or {})))
+def program_of(model: nn.Module, args: Any, options: Any = None) -> Program:
+    return annotate.chains(annotate.annotate(trace.trace(model, args, options or {})))
 
 
 def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:

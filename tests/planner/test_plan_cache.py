@@ -46,9 +46,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
     return Searches(monkeypatch)
 
 
-def planned(world: World | int = 4, rows: int = 16, **asked: Any) -> Plan:
+def planned(world: World | int = 4, rows: int = 16, **options: Any) -> Plan:
     inputs = torch.ones(rows, 64), torch.ones(rows, 64)
-    return autopar.plan(Mlp(), world, inputs, smaller=False, **asked)
+    return autopar.plan(Mlp(), world, inputs, smaller=False, **options)
 
 
 def facts(plan: Plan) -> dict[str, Any]:

@@ -202,9 +202,9 @@ def laid_out(
     return Layout(mesh, kind.shape, tuple(states))
 
 
-def edges_of(found: Frame) -> list[Edge]:
+def edges_of(frame: Frame) -> list[Edge]:
     """One of each look that converts."""
-    every = [e for v in found.variables for e in v.edges if e.user is v]
+    every = [e for v in frame.variables for e in v.edges if e.user is v]
     return list({(e.kind, frozenset(e.made), frozenset(e.wanted)): e for e in every}.values())
 
 

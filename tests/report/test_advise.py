@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import autopar
 import moe_models
 from autopar.errors import PlanError
-from autopar.report.advise import TOOLS, advise
-from autopar.report.advise.degrees import MODES, Degrees, contexts_of, experts_of, splits_of
+from autopar.tools.advise import TOOLS, advise
+from autopar.tools.advise.degrees import MODES, Degrees, contexts_of, experts_of, splits_of
 
 WORLD = autopar.World.preset("dgx-h100", 8)
 NODES = autopar.World.preset("dgx-h100", 16)

@@ -13,10 +13,10 @@ from draw_ranks import ROWS, STEPS, example, run, trained
 from launch import launched
 
 
-def same(found: dict[str, list[float]], alone: list[float]) -> None:
-    for layout, numbers in found.items():
+def same(actual: dict[str, list[float]], alone: list[float]) -> None:
+    for layout, numbers in actual.items():
         assert numbers == pytest.approx(alone, rel=1e-9, abs=1e-9), layout
-    assert found and len(set(alone[:STEPS])) == STEPS  # every step draws anew
+    assert actual and len(set(alone[:STEPS])) == STEPS  # every step draws anew
 
 
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def test_calls_with_other_arguments_are_planned() -> None:
 def test_inputs_that_are_no_arguments_of_forward() -> None:
     for inputs in ({"z": rows()}, (), (rows(), rows(), 1.0, 2)):
         assert "it is called as forward(x" in said(
-            lambda given=inputs: autopar.plan(Net(), 2, given), InputError
+            lambda arguments=inputs: autopar.plan(Net(), 2, arguments), InputError
         )
 
 

@@ -155,9 +155,9 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def apart(found: dict[str, Any], *but: str) -> dict[str, Any]:
+def apart(facts: dict[str, Any], *but: str) -> dict[str, Any]:
     """The pairs of what came out of the parallel and of the plain module that are not the same."""
-    return {name: p for name, p in found.items() if name not in but and not same(*p)}
+    return {name: p for name, p in facts.items() if name not in but and not same(*p)}
 
 
 PAIRS = ("modes", "classes", "read", "frozen", "traced hooks", "copies", "complexes", "attributes")

@@ -63,8 +63,8 @@ def _trained(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     }
 
 
-def _same_on_all_ranks(found: dict[str, Any]) -> None:
-    for tensor in pytree.tree_leaves(found):
+def _same_on_all_ranks(facts: dict[str, Any]) -> None:
+    for tensor in pytree.tree_leaves(facts):
         if isinstance(tensor, Tensor):
             copies = [torch.empty_like(tensor) for _ in range(RANKS)]
             dist.all_gather(copies, tensor.contiguous())

@@ -209,11 +209,11 @@ class Drawn(Constraint):
 
     draws = random.Random()
 
-    def joint(self, path: str, spec: Any, found: Sequence[Any]) -> list[Any]:
-        return self.draws.sample(list(found), min(4, len(found)))
+    def joint(self, path: str, rule: Any, candidates: Sequence[Any]) -> list[Any]:
+        return self.draws.sample(list(candidates), min(4, len(candidates)))
 
-    def storage(self, name: str, path: str, found: Sequence[Any]) -> list[Any]:
-        return self.draws.sample(list(found), min(4, len(found)))
+    def storage(self, name: str, path: str, candidates: Sequence[Any]) -> list[Any]:
+        return self.draws.sample(list(candidates), min(4, len(candidates)))
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import VerificationError, World, passes
-from autopar.cli.targets import Llama, Sizes
 from autopar.ir.layout import Layout
 from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, local
 from autopar.planner import confirm
 from autopar.planner.bounds.option_costs import OptionCosts
+from autopar.tools.targets import Llama, Sizes
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
 
