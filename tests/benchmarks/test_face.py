@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.planning import face
 
 
+@pytest.mark.slow
 def test_a_cell_is_a_command_in_a_fresh_process(tmp_path: Path) -> None:
     found = {cell.name: cell for cell in face.cells(tmp_path)}
     assert [name for name in found if name.startswith("gpt2")] == ["gpt2 on 8"]

@@ -270,6 +270,7 @@ def test_ranks_that_differ_are_named() -> None:
 
 
 # -- checks, and what they must find ---------------------------------------------------------------
+@pytest.mark.slow_cells("dtype1")
 @pytest.mark.parametrize("dtype", doctor_kernels.DTYPES)
 def test_kernels(dtype: torch.dtype) -> None:
     session = alone()
@@ -366,6 +367,7 @@ def test_waits_after_the_first_two_steps_are_named(
     assert modes == ["warn", 0] * 10
 
 
+@pytest.mark.slow_cells("0.5-True", "1.09-True")
 @pytest.mark.parametrize(("measured", "well"), [(0.5, True), (1.09, True), (1.2, False)])
 def test_a_peak_above_the_planned_one_is_a_failure(
     measured: float, well: bool, monkeypatch: pytest.MonkeyPatch
@@ -399,6 +401,7 @@ def launched(
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_apart_go_on_together(tmp_path: Path) -> None:
     """A rank that leaves, and what is wrong on one rank, among checks that are well."""
     result = launched(str(RANK_SCRIPTS / "doctor_ranks.py"), str(tmp_path))

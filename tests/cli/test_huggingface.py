@@ -31,6 +31,7 @@ def write(folder: Path, data: object) -> Path:
     return path
 
 
+@pytest.mark.slow_cells("gpt2--", "llama--")
 @pytest.mark.parametrize(
     ("data", "dtype", "parameter"),
     [

@@ -39,11 +39,13 @@ def _checked(cases: Iterable[Case]) -> None:
         assert row.start < 1.05 * row.parts["parameters"] + row.largest
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_held() -> None:
     """An allocator's count on real ranks, within a tenth and below the limit."""
     _checked(case for case in CASES if case.ranks == 2 and case.model in QUICK)
 
 
+@pytest.mark.slow
 def test_rank_0_alone_holds_what_is_planned() -> None:
     """In a group that moves nothing, as on one GPU."""
     (row,) = counted([Case("vit", 2, "fsdp", limit=0.8)], alone=True)
@@ -110,6 +112,7 @@ def test_as_few_blocks_as_it_takes() -> None:
     assert autopar.plan(model, 2, args, "ddp").recompute == ()  # a CPU has no limit
 
 
+@pytest.mark.slow
 def test_cheap_ops_and_gathers_before_blocks() -> None:
     """Each limit is met by what takes the least: cheap ops, of one block or of both; then weights
     are gathered again, too, and at last blocks are recomputed.
@@ -143,6 +146,7 @@ def test_cheap_ops_and_gathers_before_blocks() -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow_cells("mlp-2-0.0")
 @pytest.mark.parametrize(
     ("name", "ranks", "part"),
     [

@@ -22,6 +22,10 @@ LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1),
 AGAIN = [("fsdp", "gathers"), ("fsdp", "full"), ("megatron-sp", "full")]
 
 
+@pytest.mark.slow_cells(
+    "2.5d-none", "Grid4D(x=2, y=2, z=2, data=1)-none", "auto-none", "ddp-none", "fsdp-full",
+    "fsdp-gathers", "fsdp-none", "megatron-none", "megatron-sp-none",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("layout", "recompute"), [*((layout, "none") for layout in LAYOUTS), *AGAIN], ids=str
 )
@@ -112,6 +116,7 @@ def wide(layers: int, layout: Any) -> autopar.Plan:
     return autopar.plan(model, autopar.World.preset("dgx-h100", 16), (ids, ids), layout=layout)
 
 
+@pytest.mark.slow
 def test_gradients_and_gathers_hide_under_products() -> None:
     for layout in ("ddp", "fsdp"):
         found = wide(8, layout).timeline()

@@ -226,6 +226,7 @@ def test_collectives_are_joined_in_each_level_as_in_the_one_before() -> None:
     assert together(small, 2) == [[1, 2], [3, 4], [5, 6], [7, 8]]  # though four would fit
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_what_a_bucket_copies_is_lost_to_computing(layout: str) -> None:
     """On gloo, of what is gathered or scattered; a sum in levels stays in one tensor."""

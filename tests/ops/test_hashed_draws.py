@@ -124,6 +124,7 @@ def test_torch_knows_all_about_the_op() -> None:
     torch.library.opcheck(OP, ("normal", [0, 1], [3, 4], torch.float32, *rest))
 
 
+@pytest.mark.slow
 def test_it_is_compiled_where_a_gpu_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = (0, 1), (4, 8), torch.float64, torch.tensor(7), [torch.tensor([1])]
     digits = [(("a", 4, 2),), ()], (8, 8)

@@ -246,6 +246,7 @@ WINDOWED = [
 ]
 
 
+@pytest.mark.slow_cells("shift-args0-a _ b -> a _ b")
 @pytest.mark.parametrize(("name", "args", "words"), WINDOWED)
 def test_a_dim_on_which_an_argument_acts_stays_whole(
     name: str, args: tuple[Any, ...], words: str

@@ -377,6 +377,7 @@ def test_dropout_is_an_op_that_torch_knows_all_about():
     assert torch.autograd.gradcheck(lambda x: torch.ops.autopar.dropout(x, *given), (x,))
 
 
+@pytest.mark.slow
 def test_dropout_as_a_gpu_runs_it_is_compiled_within_the_op(monkeypatch):
     x = _random((4, 8), "x").requires_grad_()
     given = 0.4, torch.tensor(7), [torch.tensor([1])], [(("a", 4, 2),), ()], (8, 8)

@@ -18,6 +18,7 @@ from derived import arrived, called, derived, passed, placed, ran, scheduled
 aten = torch.ops.aten
 
 
+@pytest.mark.slow_cells("fsdp-forward")
 @pytest.mark.parametrize(("layout", "phase"), [("ddp", "backward"), ("fsdp", "forward")])
 def test_small_collectives_are_joined(layout: str, phase: str) -> None:
     world = autopar.World.of(4)

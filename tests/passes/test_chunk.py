@@ -196,6 +196,7 @@ def same(actual: fx.Graph, graph: fx.Graph) -> bool:
 
 
 # -- numbers ---------------------------------------------------------------------------------------
+@pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", CASES)
 def test_pieces_give_the_same_numbers(layout: str) -> None:
     """Also in buckets, in the order of the schedule, and written in place."""
@@ -249,6 +250,7 @@ CUT: dict[tuple[str, Phase], dict[str, int]] = {
 }
 
 
+@pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", CASES)
 def test_what_is_cut(layout: str) -> None:
     """Collectives between products; neither those of norms nor gradients, nor what no product of

@@ -27,6 +27,10 @@ def ops_of(program: Any) -> collections.Counter[str]:
     )
 
 
+@pytest.mark.slow_cells(
+    "a step of MAML", "attention", "convolutions", "forces", "gradient penalty", "jacobians",
+    "jvp", "laplacian", "vmap of grad",
+)  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_compute_what_one_device_does(name: str) -> None:
     model, inputs = model_and_inputs(name)
@@ -69,11 +73,13 @@ def without_gradients(net: Any, x: Tensor) -> Tensor:
 CALLS = (gated, per_sample, without_graph, without_gradients)
 
 
+@pytest.mark.slow_cells("per_sample", "without_gradients")
 @pytest.mark.parametrize("call", CALLS)
 def test_the_detaches_of_the_user_stay(call: Callable[..., Any]) -> None:
     trace(Differentiated(mlp(2, 8, 1), call), (torch.rand(4, 2),))
 
 
+@pytest.mark.slow_cells("per_sample")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_detach_that_is_lost_is_found(
     call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -88,6 +94,7 @@ def run_alone(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
     return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow_cells("a step of MAML")
 @pytest.mark.parametrize("name", ["burgers", "a step of MAML"])
 def test_a_detach_of_autograd_that_is_kept_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -268,6 +275,7 @@ class Recurrent(nn.Module):
         return force.square().mean()
 
 
+@pytest.mark.slow_cells("auto")
 @pytest.mark.parametrize("layout", ["auto", "fsdp"])
 def test_a_recurrent_net_may_be_differentiated(layout: str) -> None:
     enabled = torch.backends.mkldnn.enabled

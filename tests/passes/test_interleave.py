@@ -15,6 +15,7 @@ from autopar.passes.interleave import interleaved
 from autopar.tools.targets import NAMED, Gpt
 
 
+@pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "fsdp"])
 def test_each_part_has_its_own_nodes_and_weights_are_gathered_once(layout: str) -> None:
     model, args, _ = models.gpt()
@@ -49,6 +50,7 @@ def test_one_part_computes_while_the_other_communicates() -> None:
     assert interleave(events).seconds == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_turns_where_that_is_faster() -> None:
     sizes = dataclasses.replace(NAMED["gpt2"], width=4096, heads=32, layers=2, context=2048)
     with torch.device("meta"):

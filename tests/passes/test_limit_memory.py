@@ -38,6 +38,7 @@ def peak_bytes(run: Scheduled) -> dict[str, float]:
     return {name: graph_peak_bytes(graph, step) for name, graph in graphs.items()}
 
 
+@pytest.mark.slow_cells("gathers")
 @pytest.mark.parametrize("recompute", ["none", "gathers"])
 def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     """Where weights outweigh activations, a schedule without a bound would hold all gathers."""
@@ -58,6 +59,7 @@ def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     assert unbound["backward"] > 1.1 * bound
 
 
+@pytest.mark.slow
 def test_where_there_is_no_room_every_collective_is_waited_for() -> None:
     """At every call, and the gradients of results beside the loss are autograd's own."""
     model, args, _ = models.gpt()

@@ -92,6 +92,10 @@ MODELS = {
 }
 
 
+@pytest.mark.slow_cells(
+    "dropping bert", "gemma3", "gpt2", "llama", "mistral", "packed gemma3", "packed llama",
+    "padded bert", "padded llama", "qwen3",
+)  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
 def test_what_masks_of_transformers_say(name: str) -> None:
     make, expected = MODELS[name]
@@ -117,12 +121,14 @@ def test_a_model_that_does_not_take_the_mask_of_a_trace_is_told_which_to_give() 
 PLANS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, y=2), "cp": "cp"}
 
 
+@pytest.mark.slow_cells("packed gemma3-4d", "packed gemma3-cp", "padded bert-4d", "qwen3-*")
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", ["packed gemma3", "padded bert", "qwen3"])
 def test_described_masks_in_every_rank(name: str, layout: str) -> None:
     same_on_ranks(name, layout)
 
 
+@pytest.mark.slow_cells("mistral-*", "packed gemma3-4d", "packed llama-*", "padded bert-*")
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", ["packed gemma3", "padded bert", "mistral", "packed llama"])
 @pytest.mark.usefixtures("in_blocks")

@@ -315,6 +315,7 @@ def fakes() -> int:
     return sum(isinstance(o, FakeTensor) for o in gc.get_objects() if type(o) is FakeTensor)
 
 
+@pytest.mark.slow_cells("a_cache_outside", "a_global_list")
 @pytest.mark.parametrize("name", WRONG)
 def test_calls_that_are_not_alike_are_refused(name: str) -> None:
     forward, says = WRONG[name]
@@ -334,6 +335,7 @@ def test_calls_that_are_not_alike_are_refused(name: str) -> None:
     calm()
 
 
+@pytest.mark.slow_cells("a_table_of_constants_made_once")
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_every_call_does_alike_is_traced(name: str) -> None:
     model = Model(RIGHT[name])

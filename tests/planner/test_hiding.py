@@ -52,11 +52,13 @@ def contenders(least: Contender, request: PlanRequest, name: str = "") -> solve.
     return made
 
 
+@pytest.mark.slow
 def test_the_shortest_step_comes_first() -> None:
     steps = [simulate.simulate_plan(one.program, WORLD) for one in several()]
     assert steps == sorted(steps) and len(steps) > 1
 
 
+@pytest.mark.slow
 def test_the_sum_is_not_what_a_step_takes() -> None:
     """On a slow link a plan that gathers and sums more, but where it hides, is a tenth faster."""
     first, summed = several()[0], min(several(), key=lambda each: each.plan.seconds)
@@ -192,6 +194,7 @@ def test_every_plan_has_its_real_price() -> None:
         )
 
 
+@pytest.mark.slow_cells("0.1")
 @pytest.mark.parametrize("share", [0.4, 0.1])
 def test_a_share_lowers_the_bound_with_the_price(share: float) -> None:
     """The bound stays one where weights count less: of each mesh, what the search finds."""
@@ -202,6 +205,7 @@ def test_a_share_lowers_the_bound_with_the_price(share: float) -> None:
     assert found.bound == pytest.approx(found.seconds, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_plan_says_both_and_a_file_keeps_them() -> None:
     model, inputs = small_gpt()
     plan = autopar.plan(model, WORLD, inputs, memory=1e18, smaller=False, overlap=True)

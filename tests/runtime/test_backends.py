@@ -103,6 +103,7 @@ def called(code: str, wanted: dict[str, str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow_cells("4d", "fsdp")
 @pytest.mark.parametrize("layout", ["fsdp", "4d"])
 def test_inductor_keeps_the_order_of_collectives_waits_and_products(
     layout: str, groups: None
@@ -162,6 +163,7 @@ def collectives(run: Scheduled) -> list[int]:
     return [sum(collective_of(node) is not None for node in graph.nodes) for graph in graphs]
 
 
+@pytest.mark.slow_cells("4-fsdp-both", "4-fsdp-gathers", "4-fsdp-selective", "4-megatron-sp-full")
 @pytest.mark.parametrize(
     ("ranks", "layout", "recompute"),
     [
@@ -228,6 +230,7 @@ def right(facts: dict[str, Any], where: str, runs: str = "") -> None:
     assert facts["runs"] == runs or not runs, where
 
 
+@pytest.mark.slow
 def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
     facts = on_ranks(tmp_path, "quick", "callable", "outside", "failing", "again", seconds=240)
     for cell, found in facts["again"].items():
@@ -247,6 +250,7 @@ def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
     assert facts["failing"]["unknown"].startswith("PlanError: torch.compile knows no backend 'none")
 
 
+@pytest.mark.slow
 def test_buckets_of_sums_in_two_levels(tmp_path: Path) -> None:
     """Each as many scatters, sums between nodes and gathers; no part is copied out of one."""
     facts = on_ranks(tmp_path, "levels", ranks=4)["levels"]

@@ -29,16 +29,19 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launched(tmp_path_factory.mktemp("draws"), 2, *tasks, script="draw_ranks.py")
 
 
+@pytest.mark.slow_cells("*")
 @pytest.mark.parametrize("task", ["diffusion", "parts", "recomputed"])
 def test_so_they_do_in_parts_and_with_blocks_that_run_again(facts: Any, task: str) -> None:
     same(facts[task], run("diffusion", 1, microbatches=2 if task == "parts" else 1))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_the_same_draws(facts: Any) -> None:
     found = facts["resumed"]
     assert found["again"] == pytest.approx(found["later"], rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_so_does_one_rank(facts: Any) -> None:
     """From the checkpoint of two."""
     model, inputs = example("diffusion")

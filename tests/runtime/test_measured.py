@@ -18,6 +18,7 @@ from autopar.runtime.profiler import MeasuredStep, read_profile, timeline
 from launch import launched
 
 
+@pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
     tasks = ["fsdp in-order", "4d overlapped"]
     found = launched(tmp_path, 4, *tasks, "one_fails", script="timeline_ranks.py")

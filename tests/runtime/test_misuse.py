@@ -228,6 +228,7 @@ def test_a_transformers_model_is_planned_without_its_cache() -> None:
         assert "take par.unshard()" in said(one.generate, InputError)
 
 
+@pytest.mark.slow_cells("cache")
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
 def test_packed_sequences_are_apart_where_the_model_takes_them_apart(options: Any) -> None:
     """With its cache on, transformers takes a row for one sequence, whatever its positions are."""

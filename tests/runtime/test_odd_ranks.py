@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -101,6 +102,7 @@ def _worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_odd_models_train_on_ranks_as_on_one(tmp_path: Path) -> None:
     context = multiprocessing.start_processes(
         _worker, (str(tmp_path),), nprocs=RANKS, join=False, start_method="spawn"

@@ -227,6 +227,9 @@ def test_a_plan_that_looks_at_memory_is_verified_too() -> None:
 
 
 # -- parametrizations ------------------------------------------------------------------------------
+@pytest.mark.slow_cells(
+    "orthogonal-False", "orthogonal-True", "spectral_norm-False", "spectral_norm-True",
+)  # fmt: skip
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "orthogonal"])
 def test_parametrized_weights_are_right_in_both_modes(kind: str, training: bool) -> None:
