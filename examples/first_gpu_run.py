@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from autopar.cli.doctor import Finding, Session, exchanges, kernels, training
-from autopar.cli.doctor.examination import Examination
+from autopar.tools.doctor import Finding, Session, exchanges, kernels, training
+from autopar.tools.doctor.examination import Examination
 
 LEAST_FREE = 0.5  # of a GPU's memory
 

@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import autopar
-from autopar.cli.targets import Batch, resolve
+from autopar.tools.targets import Batch, resolve
 
 
 def main() -> None:

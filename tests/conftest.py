@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,10 +14,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-import heavy
-
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
+STALE = pytest.StashKey[list[str]]()  # cells of slow_cells that are no test's
 
 # No deadline: the first call of a torch operator may take longer than all the others together.
 settings.register_profile(
@@ -34,18 +34,30 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks heavy cells slow. Where all tests are collected, UNMATCHED are lines of heavy.txt that
+    """Marks the cells of `slow_cells` slow. Where all tests are collected, STALE are cells that
     name none, for a test in test_house.py.
     """
-    names = [f"{item.path.name}::{item.nodeid.split('::', 1)[1]}" for item in items]
-    for item, name in zip(items, names, strict=True):
-        if heavy.heavy(name):
-            item.add_marker(pytest.mark.slow)
+    unused: set[tuple[str, str]] = set()
+    used: set[tuple[str, str]] = set()
+    for item in items:
+        test, _, cell = item.nodeid.removesuffix("]").partition("[")
+        for mark in item.iter_markers("slow_cells"):
+            names = {(test, name) for name in mark.args}
+            matching = {key for key in names if is_cell(cell, key[1])}
+            unused |= names
+            used |= matching
+            if matching:
+                item.add_marker(pytest.mark.slow)
     everything = len({item.path for item in items}) == len(list(HERE.rglob("test_*.py")))
     if everything:
-        config.stash[heavy.UNMATCHED] = heavy.unmatched(names)
+        config.stash[STALE] = sorted(f"{test}[{name}]" for test, name in unused - used)
     if shard := config.getoption("--shard"):
         _keep_shard(config, items, shard)
+
+
+def is_cell(cell: str, name: str) -> bool:
+    """Whether a mark's name is this cell's: `*` is any text."""
+    return re.fullmatch(re.escape(name).replace(r"\*", ".*"), cell) is not None
 
 
 def _keep_shard(config: pytest.Config, items: list[pytest.Item], shard: str) -> None:

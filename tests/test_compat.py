@@ -551,6 +551,7 @@ def test_inductor_compiles_one_graph() -> None:
     torch.testing.assert_close(found, 4 * torch.eye(2))
 
 
+@pytest.mark.slow
 @covers("compiled_for")
 def test_a_function_is_compiled_for_each_shape() -> None:
     calls = []

@@ -58,6 +58,10 @@ def lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.strip("\n").splitlines()]
 
 
+@pytest.mark.slow_cells(
+    "advise", "architecture", "choosing", "concepts", "getting-started", "memory", "report",
+    "training", "troubleshooting",
+)  # fmt: skip
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -86,6 +90,7 @@ WITH_EXAMPLES = [
 ]
 
 
+@pytest.mark.slow_cells("autopar.ir.plan", "autopar.planner.request", "autopar.runtime.module")
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples_in_docstrings_give_what_they_say(name: str) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -23,6 +23,7 @@ def run(*arguments: str, folder: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow_cells("auto")
 @pytest.mark.parametrize("layout", ["auto", pytest.param("megatron", marks=pytest.mark.slow)])
 def test_a_vit_trains_on_two_ranks(layout: str, tmp_path: Path) -> None:
     """ "auto" may take a layout that has a name of its own."""
@@ -40,6 +41,7 @@ def test_a_plan_for_many_gpus_needs_none(tmp_path: Path) -> None:
     assert names == {"plan.json", "report.html"}
 
 
+@pytest.mark.slow
 def test_grids_are_proved_and_shown(tmp_path: Path) -> None:
     said = run(str(EXAMPLES / "grids.py"), folder=tmp_path)
     assert said.count("8 ranks equal one") == 2 and "# blocks.1" in said

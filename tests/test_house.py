@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from heavy import HEAVY, UNMATCHED, unmatched
+from conftest import STALE, is_cell
 
 ROOT = Path(__file__).parent.parent
 AUTOPAR = ROOT / "autopar"
@@ -24,12 +24,16 @@ def test_passes_and_cost_are_links_at_the_root() -> None:
         assert link.is_symlink() and link.resolve() == AUTOPAR / name
 
 
-def test_lines_of_heavy_txt_name_tests(pytestconfig: pytest.Config) -> None:
+def test_cells_that_are_marked_slow_exist(pytestconfig: pytest.Config) -> None:
     """As a test, since an error of collection in a worker of pytest-xdist is shown by nobody."""
-    assert unmatched([]) == HEAVY
-    if UNMATCHED not in pytestconfig.stash:
+    if STALE not in pytestconfig.stash:
         pytest.skip("not all tests are collected")
-    assert not pytestconfig.stash[UNMATCHED]
+    assert not pytestconfig.stash[STALE]
+
+
+def test_a_cell_is_named_by_its_id_or_by_a_pattern() -> None:
+    assert is_cell("gpt-(2, 2)", "gpt-(2, 2)") and is_cell("gpt-ddp-4", "gpt-*-4")
+    assert not is_cell("gpt-ddp-4", "gpt") and not is_cell("gpt-ddp-48", "gpt-*-4")
 
 
 def test_names_of_one_package_differ_by_more_than_an_ending() -> None:
@@ -44,9 +48,9 @@ def test_alike_names(pair: tuple[str, str]) -> None:
     assert alike(*pair) and not alike("chunk", "chunk_units")
 
 
-def alike(one: str, other: str) -> bool:
+def alike(first: str, other: str) -> bool:
     """Whether two names are one word with two endings."""
-    stems = [{name, *(name.removesuffix(e) for e in ENDINGS)} for name in (one, other)]
+    stems = [{name, *(name.removesuffix(e) for e in ENDINGS)} for name in (first, other)]
     return bool({stem for stem in stems[0] if len(stem) > 2} & stems[1])
 
 

@@ -12,7 +12,7 @@ AUTOPAR = ROOT / "autopar"
 # From the ground up; "" is autopar/__init__.py.
 ORDER = (
     "errors", "_compat", "world", "ir", "ops", "cost", "passes", "planner", "runtime",
-    "report", "api", "cli", "__main__", "",
+    "api", "tools", "cli", "__main__", "",
 )  # fmt: skip
 
 # A pass knows no other one; its helpers stand in a folder of their own.
@@ -22,7 +22,7 @@ PASSES = ("annotate", "finalize", "hierarchy", "kernel_choice", "draws", "masks"
 # What talks to other ranks, and who may.
 TALKS = ("world.ranks", "world.store", "ops.process_groups")
 MAY_TALK = ("world", "ops.process_groups", "ops.devices", "ops.comm", "ops.links",
-            "cost.calibration", "runtime", "api", "cli")  # fmt: skip
+            "cost.calibration", "runtime", "api", "tools", "cli")  # fmt: skip
 
 
 def test_imports_point_one_way() -> None:

@@ -34,6 +34,7 @@ def test_a_plan_needs_no_process_group(tmp_path: Path) -> None:
     assert autopar.Plan.load(tmp_path / "plan.json").to_json() == plan.to_json()
 
 
+@pytest.mark.slow_cells("auto-2", "auto-4", "fsdp-4")
 @pytest.mark.parametrize(
     ("layout", "ranks"), [("auto", 2), ("auto", 4), ("fsdp", 4), ("megatron", 4)]
 )

@@ -176,28 +176,28 @@ def compiled_for(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     """
     made: dict[Any, Callable[..., Any]] = {}
 
-    def run(*given: torch.Tensor) -> torch.Tensor:
-        key = tuple((x.shape, x.stride(), x.dtype, x.device) for x in given)
+    def run(*inputs: torch.Tensor) -> torch.Tensor:
+        key = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
         if key not in made:
             try:
-                made[key] = _compiled(plain, given)
+                made[key] = _compiled(plain, inputs)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"[:500]
                 warnings.warn(f"autopar: a mask is made op by op, as {why}", stacklevel=2)
                 made[key] = lambda *args: [plain(*args)]
-        found: torch.Tensor = made[key](*given)[0]
+        found: torch.Tensor = made[key](*inputs)[0]
         return found
 
     return run
 
 
-def _compiled(plain: Callable[..., Any], given: Sequence[torch.Tensor]) -> Callable[..., Any]:
+def _compiled(plain: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
     from torch._inductor import compile as compiled
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with torch.no_grad():
-        graph = make_fx(lambda *args: [plain(*args)], tracing_mode="fake")(*given)
-        found: Callable[..., Any] = compiled(graph, list(given))
+        graph = make_fx(lambda *args: [plain(*args)], tracing_mode="fake")(*inputs)
+        found: Callable[..., Any] = compiled(graph, list(inputs))
     return found
 
 

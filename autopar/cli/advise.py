@@ -1,7 +1,7 @@
 """`autopar advise`: the best degrees for another tool, in its own words, and what it leaves.
 
 Example: `autopar advise gpt2 --world dgx-h100 --ranks 16 --batch 64x1024 --for torchtitan`. The
-search and the exporters are in report/advise; this file prints what they find.
+search and the exporters are in tools/advise; this file prints what they find.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from autopar.cli.terminal import (
     watch_progress,
 )
 from autopar.ir.plan_table import format_bytes, format_seconds
-from autopar.report.advise import TOOLS, Advice
-from autopar.report.advise import advise as search
+from autopar.tools.advise import TOOLS, Advice
+from autopar.tools.advise import advise as search
 from autopar.world import json_file
 
 ToolOption = Annotated[str, typer.Option("--for", metavar="TOOL", help=f"{', '.join(TOOLS)}.")]

@@ -16,9 +16,9 @@ from torch import nn
 
 from autopar.cli.command import report_errors, require_folder
 from autopar.cli.options import MODEL_HELP, BatchOption, JsonOption, SchemaOption
-from autopar.cli.targets import Batch, resolve
 from autopar.cli.terminal import bar, console, print_json, print_line
 from autopar.runtime import calibrate_on_ranks
+from autopar.tools.targets import Batch, resolve
 from autopar.world import ranks as running
 from autopar.world.world import CALIBRATED
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import typer
 from rich.markup import escape
 
-from autopar.cli.targets import Batch, Target, resolve
 from autopar.cli.terminal import console, print_json, watch_progress
 from autopar.errors import AutoparError, VerificationError
 from autopar.ir.plan_table import format_ranks
+from autopar.tools.targets import Batch, Target, resolve
 from autopar.world import World
 
 

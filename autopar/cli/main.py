@@ -10,9 +10,20 @@ import gc
 
 import typer
 
-from autopar.cli import advise, calibrate, compare, explain, graph, plan, show, sweep, trace, verify
+from autopar.cli import (
+    advise,
+    calibrate,
+    compare,
+    doctor,
+    explain,
+    graph,
+    plan,
+    show,
+    sweep,
+    trace,
+    verify,
+)
 from autopar.cli.command import MEANINGS
-from autopar.cli.doctor import command as doctor
 from autopar.cli.schema import schema_of
 
 app = typer.Typer(

@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from autopar.cli.targets import NAMED
 from autopar.cli.terminal import console, print_json
 from autopar.cost.memory import Limit, Optimizer
 from autopar.errors import LayoutError, PlanError, WorldError
@@ -31,6 +30,7 @@ from autopar.planner.request import (
     Microbatches,
     Stages,
 )
+from autopar.tools.targets import NAMED
 from autopar.world import PRESETS, World
 from autopar.world.world import calibrated
 

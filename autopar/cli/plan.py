@@ -40,7 +40,6 @@ from autopar.cli.options import (
     read_optimizer,
     read_world,
 )
-from autopar.cli.targets import Target
 from autopar.cli.terminal import (
     plan_facts,
     print_files,
@@ -56,7 +55,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_bytes
 from autopar.planner.request import Outputs
 from autopar.planner.why import Why
-from autopar.report import figures, page
+from autopar.tools.report import figures, page
+from autopar.tools.targets import Target
 from autopar.world import World
 
 ABSURD_S = 600.0  # a plan whose step takes longer is refused without --anyway

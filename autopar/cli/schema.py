@@ -14,15 +14,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from autopar.cli.compare import Comparison
-from autopar.cli.doctor import Status
-from autopar.cli.doctor.abilities import Ability
 from autopar.cli.graph import RankGraph
 from autopar.cli.reasons import Explanation
 from autopar.cli.sweep import Sweep
 from autopar.cli.trace import Trace
 from autopar.cost.throughput import Throughput
 from autopar.ir.plan_table import Memory, Row
-from autopar.report.advise.degrees import Degrees
+from autopar.tools.advise.degrees import Degrees
+from autopar.tools.doctor import Status
+from autopar.tools.doctor.abilities import Ability
 from autopar.world import Level, World
 
 

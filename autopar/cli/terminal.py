@@ -1,6 +1,6 @@
 """The terminal: consoles, progress on stderr, and what the commands print of plans.
 
-Results go to stdout as lines "name text" (`print_line`); `watch_progress` says what long work is
+Results go to stdout; `watch_progress` says what long work is
 doing and for how long, `bar` how far it is. The other modules of autopar.cli call them.
 """
 
@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from autopar.cli.targets import Target
 from autopar.cost.memory import limit_text
 from autopar.cost.throughput import throughput
 from autopar.ir.plan import Plan
@@ -28,26 +27,10 @@ from autopar.ir.plan_table import format_amount, format_bytes, format_count, for
 from autopar.ir.plan_view import parts_text
 from autopar.ir.progress import PATIENCE_S, Work, show_bar, step, watched
 from autopar.planner.why import Why
+from autopar.tools.console import console, print_line
+from autopar.tools.targets import Target
 from autopar.world import PRESETS, World
 from autopar.world.world import CALIBRATED
-
-WIDTH = 118  # columns of what goes to a file or a pipe
-
-
-def console(stderr: bool = False) -> Console:
-    """Return a console on the current stdout or stderr (tracing replaces them for a while). One
-    that is no terminal is at least WIDTH columns wide, so that the table fits.
-    """
-    out = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
-    if not out.is_terminal:
-        out.width = max(WIDTH, out.width)
-    return out
-
-
-def print_line(out: Console, name: str, text: str) -> None:
-    """Print a bold name and its text on one line."""
-    out.print(f"[bold]{name:8}[/] {escape(text)}", soft_wrap=True)
-
 
 T = TypeVar("T")
 

@@ -25,7 +25,6 @@ from autopar.cli.options import (
     read_layout,
     read_world,
 )
-from autopar.cli.targets import Target, makes_smaller
 from autopar.cli.terminal import (
     console,
     model_text,
@@ -39,6 +38,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_ranks
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.request import Layouts
+from autopar.tools.targets import Target, makes_smaller
 from autopar.world import World
 
 LOCKSTEP_RANKS = 8  # where none are named

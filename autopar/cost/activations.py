@@ -273,7 +273,7 @@ class ActivationMemory:
 
 
 @dataclass(frozen=True)
-class Stored(ActivationMemory):
+class ParameterMemory(ActivationMemory):
     """The memory that every plan holds for its parameters when the backward ends: themselves, their
     gradients and the optimizer's states. No peak is below that, whatever is recomputed.
     """
@@ -286,7 +286,7 @@ class Stored(ActivationMemory):
 
 
 @dataclass(frozen=True)
-class Middle(ActivationMemory):
+class MidstepMemory(ActivationMemory):
     """The memory that a plan without recomputation holds between forward and backward: the saved
     activations and the optimizer's states. No peak of such a plan is below that.
     """

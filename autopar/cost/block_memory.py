@@ -24,7 +24,7 @@ from torch import Tensor, fx
 
 from autopar._compat import autograd_step, next_autograd_step
 from autopar.cost.memory import Optimizer
-from autopar.cost.peak import Lives, run_step
+from autopar.cost.peak import LifetimeRecorder, run_step
 from autopar.ir.graph import block_of
 from autopar.ir.program import Program
 from autopar.world import World
@@ -109,7 +109,7 @@ def _segment_of_nodes(graph: fx.Graph) -> dict[str, str]:
     return found | dict.fromkeys(pending, f"{before}+")
 
 
-class _Meter(Lives):
+class _Meter(LifetimeRecorder):
     """Measures, while a step runs, the bytes that are held, by segment."""
 
     def __init__(self) -> None:
@@ -122,9 +122,9 @@ class _Meter(Lives):
         self._last_step = 0
 
     def note(self, tensor: Tensor) -> Any:
-        known = len(self.lives)
+        known = len(self.lifetimes)
         life = super().note(tensor)
-        if len(self.lives) > known:
+        if len(self.lifetimes) > known:
             self._allocated_bytes += life.size
             if self._now is not None:
                 place, column = self._now

@@ -47,7 +47,7 @@ class _Lifetime:
     died: int = _NEVER
 
 
-class Lives(TorchDispatchMode):
+class LifetimeRecorder(TorchDispatchMode):
     """A dispatch mode that records the lifetime of every storage that ops allocate while it is on.
     `moment` counts the ops.
     """
@@ -55,7 +55,7 @@ class Lives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.moment = 0
-        self.lives: list[_Lifetime] = []
+        self.lifetimes: list[_Lifetime] = []
         self.current: dict[int, _Lifetime] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,7 +72,7 @@ class Lives(TorchDispatchMode):
         key = id(memory)
         if key not in self.current:
             life = self.current[key] = _Lifetime(memory.nbytes(), self.moment)
-            self.lives.append(life)
+            self.lifetimes.append(life)
             weakref.finalize(memory, self._end, key)
         return self.current[key]
 
@@ -153,10 +153,12 @@ def peak_and_saved(
         return memory_of_parts(program, step.run()), step.saved
 
 
-def run_step(program: Program, optimizer: Optimizer, world: World, lives: Lives) -> None:
-    """Run the step that `peak` runs, and let `lives` record it."""
+def run_step(
+    program: Program, optimizer: Optimizer, world: World, recorder: LifetimeRecorder
+) -> None:
+    """Run the step that `peak` runs, and let `recorder` record it."""
     with _use_simulator(_Shapes(world.backend)):
-        _Step(program, optimizer, world.device.name != "cpu", lives).run()
+        _Step(program, optimizer, world.device.name != "cpu", recorder).run()
 
 
 class Moment(NamedTuple):
@@ -197,10 +199,14 @@ class _Step:
     """One training step on tensors without storage."""
 
     def __init__(
-        self, program: Program, optimizer: Optimizer, on_gpu: bool, lives: Lives | None = None
+        self,
+        program: Program,
+        optimizer: Optimizer,
+        on_gpu: bool,
+        recorder: LifetimeRecorder | None = None,
     ) -> None:
         self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
-        self.lives = Lives() if lives is None else lives
+        self.recorder = LifetimeRecorder() if recorder is None else recorder
         self.moments: list[Moment] = []
         self.saved = 0.0  # bytes that are held between forward and backward
 
@@ -209,18 +215,18 @@ class _Step:
         entries = self.program.signature.inputs
         tensors = {e.node: self._local_tensor(e) for e in entries}
         stored_names = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
-        parameters = [self.lives.note(t) for name, t in tensors.items() if name in stored_names]
+        parameters = [self.recorder.note(t) for name, t in tensors.items() if name in stored_names]
         for name, tensor in tensors.items():
             if name not in stored_names:
-                self.lives.note(tensor)
-        with self.lives:
-            outputs = self.lives.run_forward(
+                self.recorder.note(tensor)
+        with self.recorder:
+            outputs = self.recorder.run_forward(
                 run_on_meta(self.program.module, self.on_gpu),
                 [self._graph_argument(e, tensors) for e in entries],
             )
-            forward_end = self.lives.moment
-            self.lives.run_backward(outputs)
-        gradients = [self.lives.note(t.grad) for t in tensors.values() if t.grad is not None]
+            forward_end = self.recorder.moment
+            self.recorder.run_backward(outputs)
+        gradients = [self.recorder.note(t.grad) for t in tensors.values() if t.grad is not None]
         self._kinds = {id(x): "parameters" for x in parameters}
         self._forward_end = forward_end
         self._kinds |= {id(x): "gradients" for x in gradients}
@@ -256,14 +262,14 @@ class _Step:
 
     def _moments(self, most: int) -> list[Moment]:
         """Return what is held at evenly spaced moments, at the peak, and as the optimizer steps."""
-        peak_moment, _ = highest(self.lives.lives)
-        every = max(1, self.lives.moment // most)
+        peak_moment, _ = highest(self.recorder.lifetimes)
+        every = max(1, self.recorder.moment // most)
         states, step_extra = self._states()
         found = []
-        for op in sorted({*range(0, self.lives.moment + 1, every), peak_moment}):
+        for op in sorted({*range(0, self.recorder.moment + 1, every), peak_moment}):
             sizes = self._sizes(op)
             found.append(Moment(op, optimizer=states, **sizes))
-        end = self.lives.moment + 1
+        end = self.recorder.moment + 1
         last = self._sizes(end)
         last["transient"] += step_extra
         return [*found, Moment(end, optimizer=states, **last)]
@@ -271,7 +277,7 @@ class _Step:
     def _sizes(self, moment: int) -> dict[str, float]:
         """Return the bytes alive at a moment by kind, activations being what the forward leaves."""
         sizes = dict.fromkeys(("parameters", "gradients", "activations", "transient"), 0.0)
-        for life in self.lives.lives:
+        for life in self.recorder.lifetimes:
             if life.born <= moment < life.died:
                 saved = life.born <= self._forward_end < life.died
                 kind = self._kinds.get(id(life), "activations" if saved else "transient")
@@ -283,9 +289,9 @@ class _Step:
         states, and transient memory.
         """
         states, step_extra = self._states()
-        moment, peak_bytes = highest(self.lives.lives)
-        end = self.lives.moment + 1
-        remaining = sum(life.size for life in self.lives.lives if life.died > end)
+        moment, peak_bytes = highest(self.recorder.lifetimes)
+        end = self.recorder.moment + 1
+        remaining = sum(life.size for life in self.recorder.lifetimes if life.died > end)
         if remaining + step_extra > peak_bytes:
             moment, peak_bytes = end, int(remaining + step_extra)
         sizes = self._sizes(moment)
@@ -313,10 +319,10 @@ class _Step:
         return dtype.itemsize if dtype is not None else self._traced_value(entry).dtype.itemsize
 
 
-def highest(lives: Sequence[_Lifetime]) -> tuple[int, int]:
+def highest(lifetimes: Sequence[_Lifetime]) -> tuple[int, int]:
     """Return the moment with the most live bytes, and how many these are."""
     deltas: dict[int, int] = {}
-    for life in lives:
+    for life in lifetimes:
         deltas[life.born] = deltas.get(life.born, 0) + life.size
         deltas[life.died] = deltas.get(life.died, 0) - life.size
     moment, peak_bytes, bytes_now = 0, 0, 0

@@ -2,7 +2,7 @@
 that goes into the model.
 
 Example: 2.79 M tokens/s, 43 % model FLOPs utilisation, ± 7 % by published runs. A plan of this
-process and its inputs enter, `Throughput` leaves. Called by cli/, report/ and
+process and its inputs enter, `Throughput` leaves. Called by cli/, tools/ and
 runtime/training/step_stats.py.
 """
 

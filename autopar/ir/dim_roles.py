@@ -71,23 +71,23 @@ def goes_with_weight(notes: Annotations, node: fx.Node) -> bool:
     return node.target in _CASTS_AND_TRANSPOSES and (node.name, 0) in notes.weights
 
 
-def has_weight(spec: OpShardingRule) -> bool:
+def has_weight(rule: OpShardingRule) -> bool:
     """Whether a node is a matmul that has a weight: an operand with a dim of n and none of m."""
-    if spec.product is None or not spec.product[1]:
+    if rule.product is None or not rule.product[1]:
         return False
-    m_factors = spec.product[0]
+    m_factors = rule.product[0]
     return any(
         dims is not None
         and not any(f in m_factors for dim in dims for f in dim)
-        and any(f in spec.product[1] for dim in dims for f in dim)
-        for dims in spec.operands
+        and any(f in rule.product[1] for dim in dims for f in dim)
+        for dims in rule.operands
     )
 
 
-def loop_dim_of(spec: OpShardingRule, factor: str) -> str:
+def loop_dim_of(rule: OpShardingRule, factor: str) -> str:
     """Return the loop dim ("m", "n" or "k") of a factor of a matmul; "" if it has none."""
-    assert spec.product is not None
-    return next((x for x, role in zip("mnk", spec.product, strict=True) if factor in role), "")
+    assert rule.product is not None
+    return next((x for x, role in zip("mnk", rule.product, strict=True) if factor in role), "")
 
 
 # -- facts about a model ---------------------------------------------------------------------------

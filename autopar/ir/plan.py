@@ -276,7 +276,7 @@ class Plan(Decision, Figures, Origin):
 
         `name` of the model, for its title; `inputs` of the step give tokens/s; `compare` plans the
         named layouts, too, for half a minute at most. A plan from a file has what the file holds.
-        Raises `report.figures.ReportError` where plotly or jinja2 is missing (the extra `report`).
+        Raises `ReportError` where plotly or jinja2 is missing (the extra `report`).
 
         >>> import autopar, tempfile
         >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
@@ -285,7 +285,7 @@ class Plan(Decision, Figures, Origin):
         True
         """
         # The page stands above the plan that it is of, as what `why` and `timeline` answer with.
-        page = importlib.import_module("autopar.report.page")
+        page = importlib.import_module("autopar.tools.report.page")
         page.write_page(self, path, name, inputs, compare)
 
     def __repr__(self) -> str:
@@ -314,13 +314,13 @@ class Plan(Decision, Figures, Origin):
         'tp4'
         """
 
-        def layouts(found: dict[str, Layout]) -> dict[str, Any]:
-            return {name: write(layout) for name, layout in found.items()}
+        def layouts(by_name: dict[str, Layout]) -> dict[str, Any]:
+            return {name: write(layout) for name, layout in by_name.items()}
 
-        def choice(found: Choice) -> dict[str, Any]:
-            operands = [None if x is None else write(x) for x in found.operands]
-            results = [write(x) for x in found.results]
-            return {"splits": list(found.splits), "operands": operands, "results": results}
+        def choice(node_choice: Choice) -> dict[str, Any]:
+            operands = [None if x is None else write(x) for x in node_choice.operands]
+            results = [write(x) for x in node_choice.results]
+            return {"splits": list(node_choice.splits), "operands": operands, "results": results}
 
         data = {
             "version": plan_file.VERSION,

@@ -101,11 +101,11 @@ _MOST_AXES = 4  # of a mesh
 _MOST_DIMS = 64  # of a tensor: torch's own limit
 
 
-def _checked_optimizer(given: str | float) -> str | float:
+def _checked_optimizer(optimizer: str | float) -> str | float:
     """Return the field if it is an optimizer or a number of bytes, for pydantic."""
-    if given not in STATES if isinstance(given, str) else not 0 <= given <= 1e6:
+    if optimizer not in STATES if isinstance(optimizer, str) else not 0 <= optimizer <= 1e6:
         raise ValueError(f"it is one of {', '.join(STATES)}, or bytes for every trained number")
-    return given
+    return optimizer
 
 
 _STRICT = ConfigDict(extra="forbid")
@@ -259,14 +259,14 @@ class Reader:
             if len(set(names)) < len(names):
                 self.refuse(path, f"{', '.join(map(shown, names))}: name each block once")
 
-    def layout(self, found: LayoutText, *path: str | int) -> Layout:
+    def layout(self, text: LayoutText, *path: str | int) -> Layout:
         """Return the layout at `path`."""
-        if found not in self.known:
+        if text not in self.known:
             try:
-                self.known[found] = read(self.mesh, found.shape, found.states)
+                self.known[text] = read(self.mesh, text.shape, text.states)
             except (LayoutError, PlanError) as error:
                 self.refuse(".".join(map(str, path)), str(error))
-        return self.known[found]
+        return self.known[text]
 
     def layouts(self, key: str) -> dict[str, Layout]:
         """Return the layouts in a field: "stored", "outputs" or "inputs"."""

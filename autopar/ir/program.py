@@ -40,16 +40,16 @@ def under_autocast(device_types: Iterable[str]) -> Autocast:
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in enabled)
 
 
-def autocast_text(found: Autocast) -> str:
+def autocast_text(autocast: Autocast) -> str:
     """Return an autocast as messages name it."""
-    return " and ".join(f"torch.autocast({k!r}, {dtype})" for k, dtype in found) or "no autocast"
+    return " and ".join(f"torch.autocast({k!r}, {dtype})" for k, dtype in autocast) or "no autocast"
 
 
 @contextmanager
-def without_autocast(found: Autocast) -> Iterator[None]:
+def without_autocast(autocast: Autocast) -> Iterator[None]:
     """Turn autocast off for those device types."""
     with ExitStack() as stack:
-        for kind, _ in found:
+        for kind, _ in autocast:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 

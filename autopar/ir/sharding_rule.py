@@ -103,7 +103,7 @@ class OpShardingRule:
     uneven: frozenset[str] = frozenset()
     skew: float = 1.0
     inside: tuple[Dims, ...] = ()  # tensors that the op makes on the way, by their factors
-    found: str = "rule"  # the source of the rule: "rule", "probe", or "none"
+    source: str = "rule"  # the source of the rule: "rule", "probe", or "none"
 
     def splittable(self, factor: str) -> bool:
         """Whether an axis may split this factor."""

@@ -71,7 +71,7 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 def strategies(
-    spec: OpShardingRule,
+    rule: OpShardingRule,
     factors: Atoms,
     mesh: Mesh,
     operand_shapes: Shapes,
@@ -93,9 +93,9 @@ def strategies(
         if not _digits_fit(axes_by_slot, factors, mesh):
             continue
         if (
-            spec.product
+            rule.product
             and not may_idle
-            and _is_wasteful(spec, choices, axes_by_slot, factors, mesh)
+            and _is_wasteful(rule, choices, axes_by_slot, factors, mesh)
         ):
             continue
         parts = math.prod(
@@ -105,71 +105,71 @@ def strategies(
             operands = tuple(
                 None
                 if dims is None or shape is None
-                else _operand_layout(spec, i, dims, shape, choices, order, factors, mesh)
-                for i, (dims, shape) in enumerate(zip(spec.operands, operand_shapes, strict=True))
+                else _operand_layout(rule, i, dims, shape, choices, order, factors, mesh)
+                for i, (dims, shape) in enumerate(zip(rule.operands, operand_shapes, strict=True))
             )
             results = tuple(
-                _result_layout(spec, dims, shape, choices, order, factors, mesh)
-                for dims, shape in zip(spec.results, result_shapes, strict=True)
+                _result_layout(rule, dims, shape, choices, order, factors, mesh)
+                for dims, shape in zip(rule.results, result_shapes, strict=True)
             )
             legal.append(Strategy(choices, operands, results, parts))
     return legal
 
 
-def rule_look(spec: OpShardingRule, factors: Atoms) -> Hashable:
+def rule_look(rule: OpShardingRule, factors: Atoms) -> Hashable:
     """Return a key of all in a node's rule that its strategies and their cost depend on."""
     atoms = tuple((f, tuple((a.size, a.opaque) for a in chain)) for f, chain in factors.items())
     return (
-        spec.operands,
-        spec.results,
-        tuple(spec.sizes.items()),
-        spec.sum,
-        spec.whole,
-        spec.shared,
-        spec.added,
-        spec.linear,
-        spec.product,
-        spec.flops,
-        spec.attends,
-        spec.band,
-        spec.nonlinear,
-        spec.uneven,
-        spec.skew,
-        spec.inside,
+        rule.operands,
+        rule.results,
+        tuple(rule.sizes.items()),
+        rule.sum,
+        rule.whole,
+        rule.shared,
+        rule.added,
+        rule.linear,
+        rule.product,
+        rule.flops,
+        rule.attends,
+        rule.band,
+        rule.nonlinear,
+        rule.uneven,
+        rule.skew,
+        rule.inside,
         atoms,
     )
 
 
 def axis_choices(
-    spec: OpShardingRule, factors: Atoms, mesh: Mesh, gradient: bool
+    rule: OpShardingRule, factors: Atoms, mesh: Mesh, gradient: bool
 ) -> list[list[AxisChoice]]:
     """Return the choices of each axis at a node. `gradient`: a value of the node carries one (else
     I and R are the same, and only R is listed).
     """
-    return [_choices_of_axis(spec, factors, axis.size, gradient) for axis in mesh.axes]
+    return [_choices_of_axis(rule, factors, axis.size, gradient) for axis in mesh.axes]
 
 
-def free_choices(spec: OpShardingRule, factors: Atoms, gradient: bool) -> list[AxisChoice]:
+def free_choices(rule: OpShardingRule, factors: Atoms, gradient: bool) -> list[AxisChoice]:
     """Return the choices at a node of an axis whose size divides every atom."""
-    return _choices_of_axis(spec, factors, 1, gradient)
+    return _choices_of_axis(rule, factors, 1, gradient)
 
 
 def _choices_of_axis(
-    spec: OpShardingRule, factors: Atoms, size: int, gradient: bool
+    rule: OpShardingRule, factors: Atoms, size: int, gradient: bool
 ) -> list[AxisChoice]:
     """Return the choices at a node of an axis of this size."""
     choices: list[AxisChoice] = [R]
     if gradient:
-        choices = [I] if spec.nonlinear else [I, R]
-    for factor in spec.sizes:
-        if spec.splittable(factor):
+        choices = [I] if rule.nonlinear else [I, R]
+    for factor in rule.sizes:
+        if rule.splittable(factor):
             choices.extend(
                 Slot(factor, position)
                 for position, atom in enumerate(factors[factor])
                 if not atom.opaque and atom.size % size == 0
             )
-    present = frozenset(i for i, dims in enumerate(spec.operands) if dims is not None)
-    for group in spec.linear:
+    present = frozenset(i for i, dims in enumerate(rule.operands) if dims is not None)
+    for group in rule.linear:
         if group & present:
             choices.append(PartialPassThrough(group & present))
     return choices
@@ -203,13 +203,13 @@ def _axis_orders(taken: Taken) -> Iterator[Taken]:
 
 
 def _is_wasteful(
-    spec: OpShardingRule, choices: Sequence[AxisChoice], taken: Taken, factors: Atoms, mesh: Mesh
+    rule: OpShardingRule, choices: Sequence[AxisChoice], taken: Taken, factors: Atoms, mesh: Mesh
 ) -> bool:
     """Whether an idle axis could still split some factor of the matmul."""
     for axis, choice in zip(mesh.axes, choices, strict=True):
         if isinstance(choice, Slot):
             continue
-        for slot in _choices_of_axis(spec, factors, axis.size, gradient=False):
+        for slot in _choices_of_axis(rule, factors, axis.size, gradient=False):
             if isinstance(slot, Slot) and _digits_fit(
                 {**taken, slot: (*taken.get(slot, ()), axis.name)}, factors, mesh
             ):
@@ -219,7 +219,7 @@ def _is_wasteful(
 
 # -- layouts that follow from a choice -------------------------------------------------------------
 def _operand_layout(
-    spec: OpShardingRule,
+    rule: OpShardingRule,
     index: int,
     dims: Dims,
     shape: tuple[int, ...],
@@ -237,7 +237,7 @@ def _operand_layout(
         elif isinstance(choice, Slot) and choice.factor in present:
             states.append(_digit_state(axis.name, choice, dims, order, factors, mesh))
         elif isinstance(choice, Slot):
-            is_added = index in spec.added and choice.factor in spec.sum
+            is_added = index in rule.added and choice.factor in rule.sum
             states.append(P if is_added else R)
         else:
             states.append(choice)
@@ -245,7 +245,7 @@ def _operand_layout(
 
 
 def _result_layout(
-    spec: OpShardingRule,
+    rule: OpShardingRule,
     dims: Dims,
     shape: tuple[int, ...],
     choices: Sequence[AxisChoice],
@@ -262,7 +262,7 @@ def _result_layout(
         elif isinstance(choice, Slot) and choice.factor in present:
             states.append(_digit_state(axis.name, choice, dims, order, factors, mesh))
         elif isinstance(choice, Slot):
-            states.append(I if choice.factor in spec.shared else P)
+            states.append(I if choice.factor in rule.shared else P)
         else:
             states.append(choice)
     return Layout(mesh, shape, tuple(states))

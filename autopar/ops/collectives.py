@@ -326,8 +326,8 @@ def _groups_of_sharded_op(node: fx.Node) -> set[str]:
 _Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 
-def _unwrap_single(found: tuple[Any, ...]) -> Any:
-    return found[0] if len(found) == 1 else found
+def _unwrap_single(values: tuple[Any, ...]) -> Any:
+    return values[0] if len(values) == 1 else values
 
 
 # Several axes together hold one digit; the last axis holds its right end, which gives `inner`.

@@ -54,7 +54,7 @@ class Signature:
     """The identity of a call: its arguments with None for each tensor, and its results likewise."""
 
     function: type[Function]
-    spec: pytree.TreeSpec
+    tree: pytree.TreeSpec
     fixed: tuple[Any, ...]
     tensors: tuple[int, ...]  # places of tensors among the leaves of the arguments
     returned: tuple[Any, ...]
@@ -66,7 +66,7 @@ class Signature:
         values = tuple((type(v), v if isinstance(v, _PLAIN) else id(v)) for v in self.fixed)
         constants = tuple((type(v), repr(v)) for v in self.returned)
         tensor_places = self.tensors, self.results, self.single
-        return self.function, self.spec, values, constants, *tensor_places
+        return self.function, self.tree, values, constants, *tensor_places
 
     def digest(self) -> str:
         """Return a hash that is the same in every process if the arguments are numbers and
@@ -300,7 +300,7 @@ class _Linked(Function):
 def _apply_function(signature: Signature, tensors: Sequence[torch.Tensor]) -> Any:
     """Return what the user's function gives, in float64 where an input is, as under verify."""
     returned = signature.function.apply(
-        *_unflatten_arguments(signature.spec, signature.fixed, signature.tensors, tensors)
+        *_unflatten_arguments(signature.tree, signature.fixed, signature.tensors, tensors)
     )
     values = (returned,) if signature.single else returned
     in_float64 = any(tensor.dtype == torch.float64 for tensor in tensors)
@@ -312,18 +312,18 @@ def _apply_function(signature: Signature, tensors: Sequence[torch.Tensor]) -> An
 
 
 def _unflatten_arguments(
-    spec: pytree.TreeSpec, fixed: Sequence[Any], places: Sequence[int], tensors: Sequence[Any]
+    tree: pytree.TreeSpec, fixed: Sequence[Any], places: Sequence[int], tensors: Sequence[Any]
 ) -> Any:
     leaves = list(fixed)
     for index, tensor in zip(places, tensors, strict=True):
         leaves[index] = tensor
-    return pytree.tree_unflatten(leaves, spec)
+    return pytree.tree_unflatten(leaves, tree)
 
 
 # -- trying a call on fake tensors -----------------------------------------------------------------
 def _try_on_fakes(
     function: type[Function],
-    spec: pytree.TreeSpec,
+    tree: pytree.TreeSpec,
     fixed: Sequence[Any],
     places: Sequence[int],
     tensors: Sequence[torch.Tensor],
@@ -338,7 +338,7 @@ def _try_on_fakes(
         with mode, _Watch(mode, function, place):
             arguments = [fake.clone() if fake.requires_grad else fake for fake in fakes]
             versions = [tensor._version for tensor in arguments]
-            returned = function.apply(*_unflatten_arguments(spec, fixed, places, arguments))
+            returned = function.apply(*_unflatten_arguments(tree, fixed, places, arguments))
             if versions != [tensor._version for tensor in arguments]:
                 why = "changes an argument in place"
                 raise place.refuse(_reason(function, why), "Let it work on a clone of it.")

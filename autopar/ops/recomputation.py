@@ -88,7 +88,7 @@ class _Rerun:
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
         self.make = make
-        self.made: tuple[Tensor, ...] | None = None
+        self.results: tuple[Tensor, ...] | None = None
         self.saved: list[_Saved] = []
         self.dropped = self.left = 0
 
@@ -103,21 +103,23 @@ class _Rerun:
         """
         if saved.tensor is not None:
             return saved.tensor
-        if self.made is None:
+        if self.results is None:
             self.left = self.dropped
             with torch.no_grad():
-                self.made = self.make()
-        result = self.made[saved.place].as_strided(*saved.view)
+                self.results = self.make()
+        result = self.results[saved.place].as_strided(*saved.view)
         self.left -= 1
         if self.left <= 0:
-            self.made = None
+            self.results = None
         return result
 
-    def drop(self, made: Sequence[Any], kept: Sequence[Any]) -> None:
+    def drop(self, results: Sequence[Any], remaining: Sequence[Any]) -> None:
         """Let go of what lies in the memory of these results, and not in that of what is kept."""
-        own = {id(x.untyped_storage()) for x in kept if isinstance(x, Tensor)}
+        own = {id(x.untyped_storage()) for x in remaining if isinstance(x, Tensor)}
         places = {
-            id(x.untyped_storage()): place for place, x in enumerate(made) if isinstance(x, Tensor)
+            id(x.untyped_storage()): place
+            for place, x in enumerate(results)
+            if isinstance(x, Tensor)
         }
         for saved in self.saved:
             assert saved.tensor is not None
@@ -136,11 +138,11 @@ class _DropAndRefetch(saved_tensors_hooks):
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], tensors: tuple[Tensor, ...]) -> None:
         places = {id(t.untyped_storage()): place for place, t in enumerate(tensors)}
 
-        def pack(kept: Tensor) -> Any:
-            place = places.get(id(kept.untyped_storage()))
+        def pack(saved: Tensor) -> Any:
+            place = places.get(id(saved.untyped_storage()))
             if place is None:
-                return kept
-            return place, kept.size(), kept.stride(), kept.storage_offset()
+                return saved
+            return place, saved.size(), saved.stride(), saved.storage_offset()
 
         def unpack(packed: Any) -> Tensor:
             if isinstance(packed, Tensor):

@@ -107,7 +107,7 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
-def one_part(program: Program, count: int, share: float) -> Program:
+def count_microbatch(program: Program, count: int, share: float) -> Program:
     """Return the annotated program as one of so many parts of a step, in which a search counts this
     share of the sums of weights' gradients, as they come once in a step.
     """
@@ -307,17 +307,17 @@ class _Refinement:
         self.parts[leaf] = (self.leaf(outer, opaque), self.leaf(self.size[leaf] // outer, opaque))
 
 
-def _enter(node: fx.Node, spec: OpShardingRule | None, refined: _Refinement) -> None:
+def _enter(node: fx.Node, rule: OpShardingRule | None, refined: _Refinement) -> None:
     """Add leaves for a node's results and factors, and tie them to those of its operands."""
     if node.op == "output" or node.target is operator.getitem:
         return
     values = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
     for index, value in enumerate(values):
         refined.values[node.name, index] = tuple(refined.leaf(size) for size in shape_of(value))
-    if spec is None:
+    if rule is None:
         return
     factors = refined.factors[node.name] = {
-        name: refined.leaf(size) for name, size in spec.sizes.items()
+        name: refined.leaf(size) for name, size in rule.sizes.items()
     }
 
     def tie(dims: Dims, leaves: tuple[int, ...]) -> None:
@@ -325,10 +325,10 @@ def _enter(node: fx.Node, spec: OpShardingRule | None, refined: _Refinement) -> 
             if names:
                 refined.tie([factors[name] for name in names], [leaf])
 
-    for operand, dims in zip(operands_of(node), spec.operands, strict=False):
+    for operand, dims in zip(operands_of(node), rule.operands, strict=False):
         if operand is not None and dims is not None:
             tie(dims, refined.values[producer(operand)])
-    for index, dims in enumerate(spec.results):
+    for index, dims in enumerate(rule.results):
         tie(dims, refined.values[node.name, index])
 
 

@@ -556,10 +556,10 @@ class _Writer:
         """Return a node of a vector, (batch or 1, length). None: True everywhere."""
         key: Any = f"true {length}" if vector is None else (vector._replace(constant=None), length)
         if key not in self.nodes:
-            self.nodes[key] = self._made(vector, length)
+            self.nodes[key] = self._vector_node(vector, length)
         return self.nodes[key]
 
-    def _made(self, vector: _Vector | None, length: int) -> fx.Node:
+    def _vector_node(self, vector: _Vector | None, length: int) -> fx.Node:
         if vector is None:
             options = {"dtype": torch.bool, "device": torch.device(self.device.type)}
             return computed(self.graph, aten.full.default, ([1, length], True), options)

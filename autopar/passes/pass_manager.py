@@ -74,17 +74,17 @@ class PassManager:
     def run(
         self,
         name: str,
-        given: T,
+        argument: T,
         step: Callable[[T], R],
         check: Callable[[R], None],
     ) -> R:
-        """Return `step(given)` after `check` has accepted it. `step` is the pass; `given` is its
-        input: a model for `trace`, a Program or a DerivedGraph for every other pass. Raises
+        """Return `step(argument)` after `check` has accepted it. `step` is the pass; `argument` is
+        its input: a model for `trace`, a Program or a DerivedGraph for every other pass. Raises
         AssertionError where `check` finds a broken contract.
         """
         self.progress(name)
         start = time.perf_counter()
-        result = step(given)
+        result = step(argument)
         check(result)
         seconds, graph = time.perf_counter() - start, None
         if isinstance(result, Program):

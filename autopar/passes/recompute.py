@@ -247,14 +247,14 @@ class _Grouping:
             "two blocks that are recomputed overlap"
         )
         self.graph, self.root = fx.Graph(), torch.nn.Module()
-        self.made: dict[fx.Node, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
 
     def module(self) -> fx.GraphModule:
         """Return the module with the grouped graph."""
         for unit in self._order():
             if len(unit) == 1 and unit[0] not in self.group:
                 node = unit[0]
-                self.made[node] = self.graph.node_copy(node, self.made.__getitem__)
+                self.copies[node] = self.graph.node_copy(node, self.copies.__getitem__)
             else:
                 self._call(unit)
         name = type(self.source).__name__
@@ -310,13 +310,13 @@ class _Grouping:
         name = f"{group.target.__name__}_{number}"
         self.root.add_module(name, block)
         flag = _draws(unit) if group.target is recompute_in_backward else len(group.again)
-        arguments: Any = (self.graph.get_attr(name), flag, *(self.made[n] for n in inputs))
+        arguments: Any = (self.graph.get_attr(name), flag, *(self.copies[n] for n in inputs))
         call = self.graph.call_function(group.target, arguments)
         call.meta["chain"] = unit[0].meta.get("chain")
         for index, node in enumerate(results):
             item = self.graph.call_function(operator.getitem, (call, index))
             item.meta = {k: v for k, v in node.meta.items() if k in ("layout", "dtype")}
-            self.made[node] = item
+            self.copies[node] = item
 
 
 def _inner_module(

@@ -43,7 +43,7 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 def push_back_layouts(
-    spec: OpShardingRule, wanted: Layout, result: int, operands: Shapes
+    rule: OpShardingRule, wanted: Layout, result: int, operands: Shapes
 ) -> tuple[Layout, tuple[Layout | None, ...]]:
     """Return the layout in which a node can make its result, and those of its operands for that.
 
@@ -54,44 +54,44 @@ def push_back_layouts(
     reached: list[State] = []
     operand_states: list[list[State]] = []
     for axis, state in zip(mesh.axes, wanted.states, strict=True):
-        split = _factor(spec, spec.results[result], state, axis.size) if state.kind == "S" else None
+        split = _factor(rule, rule.results[result], state, axis.size) if state.kind == "S" else None
         reached.append(state if split else R)
         operand_states.append(
-            [_state(spec, dims, split) if dims is not None else R for dims in spec.operands]
+            [_state(rule, dims, split) if dims is not None else R for dims in rule.operands]
         )
-    columns = [tuple(states[i] for states in operand_states) for i in range(len(spec.operands))]
+    columns = [tuple(states[i] for states in operand_states) for i in range(len(rule.operands))]
     layouts = tuple(
         None if shape is None or dims is None else Layout(mesh, shape, column)
-        for shape, dims, column in zip(operands, spec.operands, columns, strict=True)
+        for shape, dims, column in zip(operands, rule.operands, columns, strict=True)
     )
     return Layout(mesh, wanted.shape, tuple(reached)), layouts
 
 
-def _units(spec: OpShardingRule, names: tuple[str, ...]) -> list[tuple[str, int]]:
+def _units(rule: OpShardingRule, names: tuple[str, ...]) -> list[tuple[str, int]]:
     """Return the factors of one dim, each with its stride in the dim."""
-    return [(key, math.prod(spec.sizes[n] for n in names[i + 1 :])) for i, key in enumerate(names)]
+    return [(key, math.prod(rule.sizes[n] for n in names[i + 1 :])) for i, key in enumerate(names)]
 
 
-def _factor(spec: OpShardingRule, dims: Dims, state: State, size: int) -> tuple[str, int] | None:
+def _factor(rule: OpShardingRule, dims: Dims, state: State, size: int) -> tuple[str, int] | None:
     """Return the factor in which a digit lies and its stride there; None if it may not be split."""
-    for name, unit in _units(spec, dims[state.dim]):
-        inside = state.stride % unit == 0 and state.stride * size <= unit * spec.sizes[name]
+    for name, unit in _units(rule, dims[state.dim]):
+        inside = state.stride % unit == 0 and state.stride * size <= unit * rule.sizes[name]
         if (
             inside
-            and (unit * spec.sizes[name]) % (state.stride * size) == 0
-            and spec.splittable(name)
+            and (unit * rule.sizes[name]) % (state.stride * size) == 0
+            and rule.splittable(name)
         ):
             return name, state.stride // unit
     return None
 
 
-def _state(spec: OpShardingRule, dims: Dims, found: tuple[str, int] | None) -> State:
-    if found is None:
+def _state(rule: OpShardingRule, dims: Dims, factor: tuple[str, int] | None) -> State:
+    if factor is None:
         return R
     for dim, names in enumerate(dims):
-        for name, unit in _units(spec, names):
-            if name == found[0]:
-                return S(dim, found[1] * unit)
+        for name, unit in _units(rule, names):
+            if name == factor[0]:
+                return S(dim, factor[1] * unit)
     return R
 
 
@@ -147,7 +147,7 @@ class _Rewriter:
         self.notes: Annotations = program.annotations
         self.mesh = self.plan.mesh
         self.graph = fx.Graph()
-        self.made: dict[tuple[Value, Layout], fx.Node] = {}
+        self.resharded: dict[tuple[Value, Layout], fx.Node] = {}
         self.native: dict[Value, Layout] = {}
         self.nodes = {node.name: node for node in program.module.graph.nodes}
         self.wishes: dict[str, list[Layout]] = {}
@@ -321,7 +321,7 @@ class _Rewriter:
         return self._free(node, layout)
 
     def _make(self, value: Value, layout: Layout, node: fx.Node) -> None:
-        self.made[value, layout] = node
+        self.resharded[value, layout] = node
         node.meta["value"] = value
 
     def _born(self, value: Value, layout: Layout, node: fx.Node) -> None:
@@ -332,8 +332,8 @@ class _Rewriter:
     # -- reshards ----------------------------------------------------------------------------------
     def _converted(self, value: Value, layout: Layout) -> fx.Node:
         """Return the value, resharded from where it was made or from its copy in the plan."""
-        if (value, layout) in self.made:
-            return self.made[value, layout]
+        if (value, layout) in self.resharded:
+            return self.resharded[value, layout]
         if value[0] in self.free_inputs:
             self.wishes.setdefault(value[0], []).append(layout)
         sources = [self.native[value]]
@@ -351,8 +351,8 @@ class _Rewriter:
     def _walk(self, value: Value, source: Layout, target: Layout, element: Element) -> fx.Node:
         """Reshard a value step by step; steps that were emitted before are shared."""
         for step in reshard_steps(source, target):
-            if (value, step.after) not in self.made:
-                before = self.made[value, step.before]
+            if (value, step.after) not in self.resharded:
+                before = self.resharded[value, step.before]
                 levels = hierarchies(step, element, self.world)
                 wide = self.notes.reduce_dtype if element.gradient > element.bytes else None
                 node = emit_step(
@@ -361,14 +361,14 @@ class _Rewriter:
                 self._describe(node, self.nodes[value[0]], step.after)
                 node.meta.update(step=step, element=element)
                 self._make(value, step.after, node)
-        return self.made[value, target]
+        return self.resharded[value, target]
 
     # -- values without a layout of their own ------------------------------------------------------
     def _free(self, node: fx.Node, layout: Layout) -> fx.Node:
         """Return a value that depends on no parameter, made in the layout that is wanted."""
         value = producer(node)
-        if (value, layout) in self.made:
-            return self.made[value, layout]
+        if (value, layout) in self.resharded:
+            return self.resharded[value, layout]
         source = self.nodes[value[0]]
         rule = self.notes.specs[source.name]
         results = [v for v in results_of(source) if isinstance(v, torch.Tensor)]
@@ -378,7 +378,7 @@ class _Rewriter:
             value[1],
             tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(source)),
         )
-        if (value, reached) not in self.made:
+        if (value, reached) not in self.resharded:
             operands = [
                 None if n is None or operand_layout is None else self._value(n, operand_layout)
                 for n, operand_layout in zip(operands_of(source), operand_layouts, strict=True)

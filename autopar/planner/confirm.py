@@ -31,7 +31,7 @@ from autopar.passes import PIPELINE
 from autopar.passes import recompute as recomputing
 from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.part_plans import in_turns, leanest, sums_once
+from autopar.planner.part_plans import interleave_parts, sum_each_part, sums_once
 from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.plan_notes import (
     expert_notes,
@@ -58,7 +58,7 @@ def fit_to_memory(
     """Return the rank-local program, with just enough blocks recomputed to fit the budget. Raises
     PlanError, naming the smallest world that would do, where no amount is enough.
     """
-    chosen = leanest(chosen, request)
+    chosen = sum_each_part(chosen, request)
     assert chosen.plan is not None
     program = manager.run_all(PIPELINE, chosen, world)
     if request.stages is None:  # whose graph is cut by what the rewrite notes at its nodes
@@ -70,7 +70,7 @@ def fit_to_memory(
         larger=partial(larger_world, chosen, chosen.plan, request),
     )
     program = manager.run("recompute", program, step, recomputing.check)
-    program = in_turns(sums_once(program, request), world, request)
+    program = interleave_parts(sums_once(program, request), world, request)
     assert program.plan is not None
     return dataclasses.replace(program, plan=_reserve_flight_bytes(program.plan, request))
 

@@ -87,7 +87,7 @@ class Constraint:
     def narrow(
         self,
         path: str,
-        spec: OpShardingRule,
+        rule: OpShardingRule,
         factors: Factors,
         per_axis: Sequence[Sequence[AxisChoice]],
     ) -> list[list[AxisChoice]]:
@@ -98,12 +98,12 @@ class Constraint:
         if roles is None:
             return [list(choices) for choices in per_axis]
         return [
-            self.narrow_one(role, spec, factors, choices) or list(choices)
+            self.narrow_one(role, rule, factors, choices) or list(choices)
             for role, choices in zip(roles, per_axis, strict=True)
         ]
 
     def narrow_one(
-        self, role: Role, spec: OpShardingRule, factors: Factors, choices: Sequence[AxisChoice]
+        self, role: Role, rule: OpShardingRule, factors: Factors, choices: Sequence[AxisChoice]
     ) -> list[AxisChoice]:
         """Return the choices that a role leaves of one axis; the list may be empty."""
         slots: list[Slot] = [c for c in choices if isinstance(c, Slot)]
@@ -114,24 +114,24 @@ class Constraint:
                 s
                 for s in slots
                 if self.kinds.allowed(splits, factors[s.factor][s.position])
-                and (not letters or loop_dim_of(spec, s.factor) in letters)
+                and (not letters or loop_dim_of(rule, s.factor) in letters)
             ]
 
-        if role.experts and spec.product is not None and (split := among("experts")):
-            if self._on_experts(spec, factors):
+        if role.experts and rule.product is not None and (split := among("experts")):
+            if self._on_experts(rule, factors):
                 return split
-            if not has_weight(spec):  # as a dispatch of tokens to experts
+            if not has_weight(rule):  # as a dispatch of tokens to experts
                 return [*split, *among(role.splits)]
-        if role.heads and spec.attends is not None:
+        if role.heads and rule.attends is not None:
             return [s for s in slots if s.factor in (KEY_HEADS, HEADS_OF_A_KEY)]
         features_or_splits = "features" if role.splits in ("residual", "inner") else role.splits
-        if has_weight(spec):
+        if has_weight(rule):
             taken = among(role.splits, role.takes) or among(features_or_splits, role.takes)
             # Tensor parallelism splits every expert, as long as there is something to split.
-            inner = [s for s in taken if getattr(s, "factor", "") not in spec.uneven]
+            inner = [s for s in taken if getattr(s, "factor", "") not in rule.uneven]
             return inner or taken or idle
-        if spec.product is not None:
-            wider = among(features_or_splits) if self._of_weight(spec, factors) else []
+        if rule.product is not None:
+            wider = among(features_or_splits) if self._of_weight(rule, factors) else []
             return among(role.splits) or [*wider, *idle]
         if role.elsewhere == "sequence" and self._on_residual(factors):
             return among("sequence") or idle
@@ -140,39 +140,39 @@ class Constraint:
         if role.experts and (of_experts := among("experts")):
             return [*allowed, *of_experts] if allowed else [*of_experts, *idle]
         rows = splits in ("batch", "sequence")
-        if rows and not allowed and math.prod(spec.sizes.values()) > 1:
+        if rows and not allowed and math.prod(rule.sizes.values()) > 1:
             # Sums over rows are scalars by the time they are communicated.
             return [c for c in idle if not isinstance(c, PartialPassThrough)]
         if rows or role.spread:
             return allowed or idle
         return [*allowed, *idle]
 
-    def _on_experts(self, spec: OpShardingRule, factors: Factors) -> bool:
+    def _on_experts(self, rule: OpShardingRule, factors: Factors) -> bool:
         """Whether an operand holds something of each expert and nothing of a sample, as a weight
         of theirs.
         """
         held = [
             {a.number for dim in dims for name in dim for a in factors[name]}
-            for dims in spec.operands
+            for dims in rule.operands
             if dims is not None
         ]
         return any(x & self.kinds.experts and not x & self.kinds.batch for x in held) and (
-            bool(spec.uneven) or not has_weight(spec)
+            bool(rule.uneven) or not has_weight(rule)
         )
 
-    def _of_weight(self, spec: OpShardingRule, factors: Factors) -> bool:
+    def _of_weight(self, rule: OpShardingRule, factors: Factors) -> bool:
         """Whether a product has an operand of n that holds nothing of a sample, as convolutions."""
-        assert spec.product is not None
+        assert rule.product is not None
         return any(
             dims is not None
-            and any(name in spec.product[1] for dim in dims for name in dim)
+            and any(name in rule.product[1] for dim in dims for name in dim)
             and not any(
                 atom.number in self.kinds.batch
                 for dim in dims
                 for name in dim
                 for atom in factors[name]
             )
-            for dims in spec.operands
+            for dims in rule.operands
         )
 
     def _on_residual(self, factors: Factors) -> bool:
@@ -180,34 +180,36 @@ class Constraint:
             atom.number in self.kinds.residual for chain in factors.values() for atom in chain
         )
 
-    def joint(self, path: str, spec: OpShardingRule, found: Sequence[Strategy]) -> list[Strategy]:
+    def joint(
+        self, path: str, rule: OpShardingRule, strategies: Sequence[Strategy]
+    ) -> list[Strategy]:
         """Return the strategies in which axes that must stay apart do; all of them where
         none does.
         """
         roles = self.roles(path)
-        if roles is None or not has_weight(spec):
-            return list(found)
+        if roles is None or not has_weight(rule):
+            return list(strategies)
 
         def stay_apart(strategy: Strategy) -> bool:
-            letters = [slot and loop_dim_of(spec, slot.factor) for slot in strategy.slots]
+            letters = [slot and loop_dim_of(rule, slot.factor) for slot in strategy.slots]
             return all(
                 letters.count(taken) == 1
                 for taken, role in zip(letters, roles, strict=True)
                 if taken and role.apart
             )
 
-        return [strategy for strategy in found if stay_apart(strategy)] or list(found)
+        return [strategy for strategy in strategies if stay_apart(strategy)] or list(strategies)
 
-    def storage(self, name: str, path: str, found: Sequence[Layout]) -> list[Layout]:
+    def storage(self, name: str, path: str, candidates: Sequence[Layout]) -> list[Layout]:
         """Return the stored layouts of a parameter that obey the layout, axis by axis as far as its
         sizes allow. Only plain layouts remain: optimizers, checkpoints and `full_tensor` read
         stored parameters as DTensors, which express nothing else. The graph reshards from there to
         the digits that matmuls want.
         """
-        layouts = [layout for layout in found if layout.is_plain]
+        layouts = [layout for layout in candidates if layout.is_plain]
         for index, role in enumerate(self.roles(path) or ()):
             letters = [self._letter(name, layout.states[index]) for layout in layouts]
-            fits = role.stores(len(found[0].shape), letters)
+            fits = role.stores(len(candidates[0].shape), letters)
             layouts = [layout for layout, fit in zip(layouts, fits, strict=True) if fit] or layouts
         return layouts
 
@@ -231,8 +233,8 @@ class Constraint:
 
 
 class Offered(NamedTuple):
-    """What the axes may do at a node: per axis the choices `kept` of `every` choice, or one of the
-    `joint` choices. `free`: the layout asks nothing of the node.
+    """What the axes may do at a node: per axis the choices `kept` of `every` choice, or one of
+    the `joint` choices. `free`: the layout asks nothing of the node.
     """
 
     free: bool
@@ -242,7 +244,7 @@ class Offered(NamedTuple):
 
     def legal(
         self,
-        spec: OpShardingRule,
+        rule: OpShardingRule,
         factors: Factors,
         mesh: Mesh,
         operand_shapes: Shapes,
@@ -251,7 +253,7 @@ class Offered(NamedTuple):
         """Return the strategies that fit. Where what the layout asks of the axes does not fit
         together, axes may be idle.
         """
-        node_facts = spec, factors, mesh, operand_shapes, result_shapes
+        node_facts = rule, factors, mesh, operand_shapes, result_shapes
         if self.joint is not None:
             return strategies(*node_facts, self.joint, may_idle=True, all_orders=True)
         legal = strategies(*node_facts, itertools.product(*self.kept), not self.free)

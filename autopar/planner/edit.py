@@ -149,7 +149,7 @@ class _Checker:
                     f"{where(node)}: the plan lays {text}, which no way to run it does on axis "
                     f"{axis.name} of {axis.size}. There it may be {_ways_text(options)}"
                 )
-        legal = self._ways(node, self.mesh, per_axis)
+        legal = self._strategies(node, self.mesh, per_axis)
         same = [x for x in legal if (x.operands, x.results) == (choice.operands, choice.results)]
         if not same:
             may = "; ".join(_text(x.operands, x.results) for x in legal[:_SHOWN])
@@ -173,7 +173,7 @@ class _Checker:
                     f"{where(node)}: the plan splits {split!r} on axis {axis.name} of {axis.size}, "
                     f"which may be {', '.join(able)}"
                 )
-        legal = self._ways(node, self.mesh, per_axis)
+        legal = self._strategies(node, self.mesh, per_axis)
         if not legal:
             raise PlanError(
                 f"{where(node)}: the plan splits {_listed(choice.splits)}, which do not fit "
@@ -198,12 +198,12 @@ class _Checker:
         """Return every strategy of the node on a mesh of this axis alone."""
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         mesh = Mesh((axis,))
-        return self._ways(node, mesh, axis_choices(spec, factors, mesh, self._gradient(node)))
+        return self._strategies(node, mesh, axis_choices(spec, factors, mesh, self._gradient(node)))
 
     def _gradient(self, node: fx.Node) -> bool:
         return carries_gradient(self.notes, node)
 
-    def _ways(
+    def _strategies(
         self, node: fx.Node, mesh: Mesh, per_axis: Sequence[Sequence[AxisChoice]]
     ) -> list[Strategy]:
         spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
@@ -312,14 +312,14 @@ class _Checker:
                 )
 
 
-def _same_names(what: str, given: Iterable[str], wanted: frozenset[str]) -> None:
-    missing, strange = sorted(wanted - set(given)), sorted(set(given) - wanted)
+def _same_names(what: str, names: Iterable[str], wanted: frozenset[str]) -> None:
+    missing, strange = sorted(wanted - set(names)), sorted(set(names) - wanted)
     if missing or strange:
         text = f"lacks {missing[0]!r}" if missing else f"names {strange[0]!r}, which is not there"
         raise PlanError(f"`{what}` of the plan {text}: undo that, or plan again")
 
 
-def _same_states(way: Strategy, choice: Choice, place: int) -> bool:
+def _same_states(strategy: Strategy, choice: Choice, place: int) -> bool:
     """Whether a strategy on one axis gives that axis the states that a choice has."""
 
     def states_at(operands: Iterable[Layout | None], at: int) -> list[tuple[str, int] | None]:
@@ -327,7 +327,7 @@ def _same_states(way: Strategy, choice: Choice, place: int) -> bool:
         return [s and (s.kind, s.dim) for s in states]
 
     choice_states = states_at((*choice.operands, *choice.results), place)
-    return choice_states == states_at((*way.operands, *way.results), 0)
+    return choice_states == states_at((*strategy.operands, *strategy.results), 0)
 
 
 def _splits(strategy: Strategy) -> tuple[str, ...]:
@@ -350,8 +350,8 @@ def _text(operands: Sequence[Layout | None], results: Sequence[Layout]) -> str:
     return f"{' '.join(map(_layout, operands))} -> {' '.join(map(_layout, results))}"
 
 
-def _ways_text(ways: list[Strategy]) -> str:
-    texts = dict.fromkeys(f"{_splits(x)[0]}: {_text(x.operands, x.results)}" for x in ways)
+def _ways_text(strategies: list[Strategy]) -> str:
+    texts = dict.fromkeys(f"{_splits(x)[0]}: {_text(x.operands, x.results)}" for x in strategies)
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join([*texts][:_SHOWN]) + more
 

@@ -133,7 +133,7 @@ def descend(
     times_held, slices = [0] * len(sizes), Slices()
     turns_without_gain = 0
     for _ in range(_TURNS):
-        held, order = _held(sizes, tables, times_held)
+        held, order = _cut_set(sizes, tables, times_held)
         sliced = [slices.at(table, held, values) for table in tables]
         _, turned = minimise(sizes, sliced, memo, order)
         turned = [values[v] if v in held else value for v, value in enumerate(turned)]
@@ -156,19 +156,19 @@ class Slices:
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Array] = {}
 
-    def at(self, table: Table, held: Collection[int], values: Sequence[int]) -> Table:
+    def at(self, table: Table, fixed: Collection[int], values: Sequence[int]) -> Table:
         """Return the table over the variables that are not held."""
-        index = tuple(values[v] if v in held else None for v in table.variables)
+        index = tuple(values[v] if v in fixed else None for v in table.variables)
         if all(value is None for value in index):
             return table
         key = (id(table.costs), index)
         if key not in self._known:
             place = tuple(slice(None) if value is None else value for value in index)
             self._known[key] = np.asarray(table.costs[place])
-        return Table(tuple(v for v in table.variables if v not in held), self._known[key])
+        return Table(tuple(v for v in table.variables if v not in fixed), self._known[key])
 
 
-def _held(
+def _cut_set(
     sizes: Sequence[int], tables: Sequence[Table], times_held: Sequence[int]
 ) -> tuple[set[int], list[int]]:
     """Return variables without which no elimination takes a large table, and an order of the

@@ -25,9 +25,9 @@ from collections.abc import Iterator, Sequence
 
 from autopar.cost.activations import (
     ActivationMemory,
-    Middle,
+    MidstepMemory,
+    ParameterMemory,
     Price,
-    Stored,
     activation_bytes,
     regather_weights,
 )
@@ -88,27 +88,29 @@ def _fit_to_aim(contenders: Sequence[Contender], under: LimitedSearch) -> Progra
     return _with_limit_and_bound(fastest, least, under)
 
 
-def _with_limit_and_bound(found: Contender, least: Contender, under: LimitedSearch) -> Program:
+def _with_limit_and_bound(contender: Contender, least: Contender, under: LimitedSearch) -> Program:
     """Return the program, its plan with the limit and a bound. `least`: of least time."""
     limit, bound = None, 0.0
-    if not _fits_as_chosen(found, least, under.budget):
+    if not _fits_as_chosen(contender, least, under.budget):
         limit = under.budget.memory_bytes
-        found, bound = under.proven(found, least.plan)
-    bound = min(max(least.plan.bound, bound), found.seconds)  # a named layout's may be below it
+        contender, bound = under.proven(contender, least.plan)
+    bound = min(max(least.plan.bound, bound), contender.seconds)  # a named layout's may be below it
     plan = dataclasses.replace(
-        found.plan,
+        contender.plan,
         bound=bound,
         meshes=least.plan.meshes,
         limit=limit,
-        memory=found.memory if least.plan.mesh.axes else None,  # one rank runs the graph as traced
-        peak_bytes=found.peak,
+        memory=contender.memory
+        if least.plan.mesh.axes
+        else None,  # one rank runs the graph as traced
+        peak_bytes=contender.peak,
     )
-    return dataclasses.replace(found.program, plan=plan)
+    return dataclasses.replace(contender.program, plan=plan)
 
 
-def _fits_as_chosen(found: Contender, least: Contender, budget: Budget) -> bool:
+def _fits_as_chosen(contender: Contender, least: Contender, budget: Budget) -> bool:
     """Whether the plan of least time fits without rematerialization."""
-    return found.program is least.program and found.fits(budget)
+    return contender.program is least.program and contender.fits(budget)
 
 
 def _named_layout_plans(free: LimitedSearch, best: Contender) -> Iterator[Contender]:
@@ -294,12 +296,12 @@ class LimitedSearch:
         return self._filled(tried, rungs, rungs.settled(tried.rungs))
 
     def _filled(
-        self, chosen: Contender, rungs: RematerializationSearch, found: TriedRematerialization
+        self, chosen: Contender, rungs: RematerializationSearch, tried: TriedRematerialization
     ) -> Contender:
         """Return a contender with the rematerialization that was found for it."""
-        deep = chosen.deep if found is rungs.planned() else _on_rung(chosen.deep, found)
+        deep = chosen.deep if tried is rungs.planned() else _on_rung(chosen.deep, tried)
         return dataclasses.replace(
-            chosen, deep=deep, memory=found.memory, repeated=found.seconds, rungs=rungs
+            chosen, deep=deep, memory=tried.memory, repeated=tried.seconds, rungs=rungs
         )
 
     # -- a proof -----------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ class LimitedSearch:
         every plan holds, the bound less what the limit may cost (Everett, 1963). `least`: the plan
         of least time.
         """
-        floor = Middle if self.budget.recompute == "none" else Stored
+        floor = MidstepMemory if self.budget.recompute == "none" else ParameterMemory
         held, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
         needs = activation_bytes(held, least)
         assert limit is not None
@@ -410,7 +412,7 @@ def _paid(priced: Contender) -> float:
     return priced.plan.seconds + _price_of(priced) * priced.held_bytes
 
 
-def _on_rung(deep: DeepModel, found: TriedRematerialization) -> DeepModel:
+def _on_rung(deep: DeepModel, tried: TriedRematerialization) -> DeepModel:
     """Return a program with the rematerialization that was found for it."""
     assert deep.program.plan is not None
-    return deep.under(dataclasses.replace(deep.program.plan, **found.rung._asdict()))
+    return deep.under(dataclasses.replace(deep.program.plan, **tried.rung._asdict()))

@@ -49,7 +49,7 @@ def ladders(names: Names, fetching: Names, cheap: Names) -> list[Ladder]:
         Ladder(nothing, _regathered(nothing, fetching)),
         Ladder(cheaply, _regathered(cheaply, fetching)),
         Ladder(gathered, _rerun(gathered, cheap)),
-        *(Ladder(low, _recomputed(low, names)) for low in (nothing, cheaply, gathered, both)),
+        *(Ladder(low, _recompute_first(low, names)) for low in (nothing, cheaply, gathered, both)),
     ]
     return [ladder for i, ladder in enumerate(found) if ladder.rungs and ladder not in found[:i]]
 
@@ -62,7 +62,7 @@ def _regathered(low: Rematerialized, fetching: Names) -> list[Rematerialized]:
     return [low._replace(regather=fetching[: n + 1]) for n in range(len(fetching))]
 
 
-def _recomputed(low: Rematerialized, names: Names) -> list[Rematerialized]:
+def _recompute_first(low: Rematerialized, names: Names) -> list[Rematerialized]:
     """Return the rungs on which the first blocks are recomputed; the others do as `low` says."""
     rungs = []
     for number in range(len(names)):

@@ -300,7 +300,9 @@ def _check_patterns(patterns: list[str], program: Program) -> None:
         left -= taken
         if taken:
             continue
-        earlier = [p for p in patterns[:place] if any(fits(x, p) for x in _fitting(paths, pattern))]
+        earlier = [
+            p for p in patterns[:place] if any(fits(x, p) for x in _matching(paths, pattern))
+        ]
         if earlier:
             raise LayoutError(
                 f"the pattern {pattern!r} stands after {earlier[0]!r}, which takes every module "
@@ -314,7 +316,7 @@ def _check_patterns(patterns: list[str], program: Program) -> None:
         )
 
 
-def _fitting(paths: set[str], pattern: str) -> list[str]:
+def _matching(paths: set[str], pattern: str) -> list[str]:
     return [path for path in paths if fits(path, pattern)]
 
 

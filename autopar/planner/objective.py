@@ -165,9 +165,9 @@ class _Pricer:
         paid = self._pay(costs(path, element, self.world))
         self.spent[SLICES] += path_seconds(path, element, self.world) - paid
 
-    def _pay(self, found: Iterable[Cost]) -> float:
+    def _pay(self, costs: Iterable[Cost]) -> float:
         total = 0.0
-        for cost in found:
+        for cost in costs:
             direction = "backward" if cost.backward else "forward"
             self.spent[f"{cost.kind.replace('_', '-')} {direction}"] += cost.seconds
             total += cost.seconds

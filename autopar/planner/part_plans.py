@@ -34,7 +34,7 @@ def plan_of_part(chosen: Program, world: World, request: PlanRequest) -> Program
     return dataclasses.replace(chosen, plan=plan)
 
 
-def leanest(chosen: Program, request: PlanRequest) -> Program:
+def sum_each_part(chosen: Program, request: PlanRequest) -> Program:
     """Return the program with a plan that holds the least between micro-batches, before it is made
     to fit the request's budget.
     """
@@ -68,7 +68,7 @@ def _is_open(plan: Plan, request: PlanRequest) -> bool:
     return plan.microbatches > 1 and request.budget is not None and request.layout is not None
 
 
-def in_turns(program: Program, world: World, request: PlanRequest) -> Program:
+def interleave_parts(program: Program, world: World, request: PlanRequest) -> Program:
     """Return the program with a plan that runs two parts in turns, where that is faster and fits;
     what a part keeps for its backward is then there twice.
     """

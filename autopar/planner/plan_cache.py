@@ -51,7 +51,7 @@ def chosen_before(
     if not folder:
         return search(program)
     path = Path(folder).expanduser() / f"{_key(program, graph, world, request)}.json"
-    kept = _kept(path, program)
+    kept = _load(path, program)
     if kept is not None:
         say_once(f"the plan is read from {path}, no search was made; unset {FOLDER} to search anew")
         return kept
@@ -65,7 +65,7 @@ def chosen_before(
     return program
 
 
-def _kept(path: Path, program: Program) -> Program | None:
+def _load(path: Path, program: Program) -> Program | None:
     """Return the program with the plan of this file; None where there is none that is whole and as
     it was written.
     """

@@ -76,10 +76,10 @@ def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tupl
 
 
 def idle_note(
-    program: Program, plan: Plan, found: Sequence[Replicated], seconds: Mapping[str, float]
+    program: Program, plan: Plan, replicated: Sequence[Replicated], seconds: Mapping[str, float]
 ) -> str:
     """Return the sentence of a plan that "auto" chose, in which axes replicate matmuls that they
-    could split: how many, and what splitting them could save at most. `found`: those matmuls;
+    could split: how many, and what splitting them could save at most. `replicated`: those matmuls;
     `seconds`: of every node's computation on a rank.
     """
     notes = program.annotations
@@ -88,10 +88,10 @@ def idle_note(
         1 for name in plan.choices if name in notes.specs and notes.specs[name].product is not None
     )
     sizes: dict[str, int] = {}
-    for each in found:
+    for each in replicated:
         sizes[each.node.name] = sizes.get(each.node.name, 1) * each.axis.size
     saved = sum(seconds.get(name, 0.0) * (1 - 1 / size) for name, size in sizes.items())
-    axes = ", ".join(dict.fromkeys(f"{each.axis.name} of {each.axis.size}" for each in found))
+    axes = ", ".join(dict.fromkeys(f"{each.axis.name} of {each.axis.size}" for each in replicated))
     gain = (
         "fewer ranks would be as fast" if len(sizes) == count else "more ranks gain nothing there"
     )

@@ -65,9 +65,9 @@ def choose_plan(
         name, count = fingerprint(program), request.microbatches
         if count == 1:
             return chosen_before(program, name, world, request, search)
-        counted = annotate.one_part(program, count, 1 / count)
+        counted = annotate.count_microbatch(program, count, 1 / count)
         chosen = chosen_before(counted, name, world, request, search)
-        return plan_of_part(annotate.one_part(chosen, count, 1.0), world, request)
+        return plan_of_part(annotate.count_microbatch(chosen, count, 1.0), world, request)
 
     return manager.run("choose", program, choose, check_choices)
 

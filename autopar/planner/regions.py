@@ -148,7 +148,7 @@ class Regions:
         carry. In T5 every block masks one bias with a choice of its own, so 24 blocks in one region
         would have 2^24 options.
         """
-        wiring = tuple(_wire(region, source) for source in sources)
+        wiring = tuple(_crossing(region, source) for source in sources)
         key = ("region", region.options.key, options.key, wiring, tuple(region.uses))
         options_joined = self._known.find(key)
         if options_joined is None:
@@ -167,7 +167,7 @@ class Regions:
 Crossing = str | tuple[int, int] | None  # "root", (node of the region, result), or from outside
 
 
-def _wire(region: Region, source: Value | None) -> Crossing:
+def _crossing(region: Region, source: Value | None) -> Crossing:
     """Return where an operand of the next node comes from, seen from the region."""
     if source is None:
         return None
@@ -209,9 +209,9 @@ def _join_options(
 
 
 def _provided_layout(
-    item: tuple[Strategy, ...], wire: Crossing, root: Layout | None
+    item: tuple[Strategy, ...], crossing: Crossing, root: Layout | None
 ) -> Layout | None:
     """Return the layout in which an option of a region provides what this wire carries."""
-    if isinstance(wire, tuple):
-        return item[wire[0]].results[wire[1]]
+    if isinstance(crossing, tuple):
+        return item[crossing[0]].results[crossing[1]]
     return root

@@ -199,28 +199,28 @@ class RematerializationSteps(RematerializationSearch):
     def __init__(self, program: Program, world: World, budget: Budget) -> None:
         assert program.plan is not None
         self.program, self.world = program, world
-        self._made: dict[Rematerialized, Program] = {}
+        self._programs: dict[Rematerialized, Program] = {}
         names = blocks(program.module.graph.nodes)
         fetching, cheap = recompute.regathers(program), recompute.reruns(program)
         super().__init__(names, fetching, cheap, program.plan, budget)
 
     def seconds_of(self, rung: Rematerialized) -> float:
         """Return the seconds of what runs twice on this rung."""
-        return rematerialization_seconds(self.made(rung), self.world) if any(rung) else 0.0
+        return rematerialization_seconds(self.program_at(rung), self.world) if any(rung) else 0.0
 
     def memory_of(self, rung: Rematerialized) -> Memory:
         """Return the simulated memory at the peak on this rung."""
-        return peak(self.made(rung), self.budget.optimizer, self.world)
+        return peak(self.program_at(rung), self.budget.optimizer, self.world)
 
-    def made(self, rung: Rematerialized) -> Program:
+    def program_at(self, rung: Rematerialized) -> Program:
         """Return the program rematerialized as the rung says."""
-        if rung not in self._made:
+        if rung not in self._programs:
             assert self.program.plan is not None
             plan = dataclasses.replace(self.program.plan, **rung._asdict())
             program = recompute.recompute(dataclasses.replace(self.program, plan=plan))
             recompute.check(program)
-            self._made[rung] = program
-        return self._made[rung]
+            self._programs[rung] = program
+        return self._programs[rung]
 
 
 class BlockRung(NamedTuple):
@@ -258,7 +258,7 @@ class Estimated(RematerializationSearch):
         several = DeepModel(chosen, deep, more=len(BLOCK_RUNGS))
         self._short = RematerializationSteps(emit_program(several.longer, world), world, budget)
         self._kinds: dict[str, str] = {}  # of every block: a name that equal blocks share
-        self._middle: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
+        self._followers: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
         several_ways: dict[str, tuple[str, ...]] = {}  # by kind: blocks that go each another way
         for run in several.runs:
             for equal in zip(*run, strict=True):  # the blocks at one place of their units
@@ -267,7 +267,7 @@ class Estimated(RematerializationSearch):
                 several_ways[names_of_kind[0]] = names_of_kind[1 : 1 + len(BLOCK_RUNGS)]
             left_out = (block for unit in run[1 + len(BLOCK_RUNGS) : -1] for block in unit)
             last = run[len(BLOCK_RUNGS)][-1]
-            self._middle[block_name(last)] = tuple(map(block_name, left_out))
+            self._followers[block_name(last)] = tuple(map(block_name, left_out))
         self._like: dict[str, str] = {}  # of a block outside of the runs: the kind of a run beside
         beside = {run[0][0][0]: run for run in several.runs}
         for name in self._short.names:
@@ -301,7 +301,7 @@ class Estimated(RematerializationSearch):
             for of_kind in several_ways.values():
                 for place, name in enumerate(of_kind):
                     ways[name] = BLOCK_RUNGS[(number * len(of_kind) + place) % len(BLOCK_RUNGS)]
-            made = self._short.made(self._rung(ways))
+            made = self._short.program_at(self._rung(ways))
             segments = segments_of(made, self.budget.optimizer, self.world)
             seconds = rematerialization_seconds_by_block(made, self.world)
             for name, way in ways.items():
@@ -312,26 +312,28 @@ class Estimated(RematerializationSearch):
                 self._rises.setdefault((name, BlockRung()), segments.rises[name])
             self._start, self._segments = segments.start, tuple(segments.rises)
 
-    def _rise(self, segment: str, way: BlockRung) -> Rise:
+    def _rise(self, segment: str, block_rung: BlockRung) -> Rise:
         """Return how the bytes change over a segment. A block that differs from the run beside it
         changes as much from one way to another as a block of that run.
         """
         kind = self._kinds.get(segment, segment)
-        if (kind, way) in self._rises:
-            return self._rises[kind, way]
+        if (kind, block_rung) in self._rises:
+            return self._rises[kind, block_rung]
         own, other, usual = (
             self._rises[kind, BlockRung()],
-            self._rises[self._like[kind], way],
+            self._rises[self._like[kind], block_rung],
             self._rises[self._like[kind], BlockRung()],
         )
         return Rise(*(o + x - u for o, x, u in zip(own, other, usual, strict=True)))
 
-    def _rung(self, ways: Mapping[str, BlockRung]) -> Rematerialized:
+    def _rung(self, rungs: Mapping[str, BlockRung]) -> Rematerialized:
         """Return the rung on which these blocks of the shorter program go these ways, as far as
         they can.
         """
         of_way = (
-            tuple(n for n in self._short.names if n in able and n in ways and getattr(ways[n], way))
+            tuple(
+                n for n in self._short.names if n in able and n in rungs and getattr(rungs[n], way)
+            )
             for way, able in (
                 ("recompute", self._short.names),
                 ("regather", self._short.fetching),
@@ -367,17 +369,17 @@ class Estimated(RematerializationSearch):
 
     def seconds_of(self, rung: Rematerialized) -> float:
         """Return the estimated seconds of what runs twice on this rung."""
-        ways = self._ways(rung)
+        ways = self._rungs_of(rung)
         kinds = {name: self._like.get(name, self._kinds[name]) for name in self.names}
         return sum(self._seconds[kinds[name], ways[name]] for name in self.names)
 
     def memory_of(self, rung: Rematerialized) -> Memory:
         """Return the estimated memory at the peak on this rung."""
-        ways = self._ways(rung)
+        ways = self._rungs_of(rung)
         rises = [
             self._rise(name, ways.get(name, BlockRung()))
             for segment in self._segments
-            for name in (segment, *self._middle.get(segment, ()))
+            for name in (segment, *self._followers.get(segment, ()))
         ]
         stored, trained, states, step = self._base
         step_peak = peak_of(self._start, rises)
@@ -392,7 +394,7 @@ class Estimated(RematerializationSearch):
         )
         return self._in_parts(memory)
 
-    def _ways(self, rung: Rematerialized) -> dict[str, BlockRung]:
+    def _rungs_of(self, rung: Rematerialized) -> dict[str, BlockRung]:
         recompute, regather, rerun = map(frozenset, rung)
         return {
             name: BlockRung(True)
@@ -431,7 +433,7 @@ def rematerialize_to_fit(
         return recompute.recompute(program)
     if (known_memory := program.plan.memory) is not None and budget.fits(known_memory):
         rungs = RematerializationSteps(program, world, budget)
-        return _with_memory(rungs.made(rungs.start), known_memory, budget)
+        return _with_memory(rungs.program_at(rungs.start), known_memory, budget)
     if known_memory is not None and program.plan.limit == budget.memory_bytes:
         fitted, memory = program, known_memory  # what was found nearest to this limit
     else:
@@ -455,13 +457,13 @@ def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Mem
     """
     rungs = RematerializationSteps(program, world, budget)
     tried = rungs.best()
-    return _with_memory(rungs.made(tried.rung), tried.memory, budget), tried.memory
+    return _with_memory(rungs.program_at(tried.rung), tried.memory, budget), tried.memory
 
 
-def _with_memory(made: Program, memory: Memory, budget: Budget) -> Program:
+def _with_memory(program: Program, memory: Memory, budget: Budget) -> Program:
     """Return the program, its plan with the memory it needs."""
-    assert made.plan is not None
+    assert program.plan is not None
     plan = dataclasses.replace(
-        made.plan, memory=memory, peak_bytes=memory.peak, optimizer=budget.optimizer
+        program.plan, memory=memory, peak_bytes=memory.peak, optimizer=budget.optimizer
     )
-    return dataclasses.replace(made, plan=plan)
+    return dataclasses.replace(program, plan=plan)

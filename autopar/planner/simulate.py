@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.cost.activations import Middle, activation_bytes
+from autopar.cost.activations import MidstepMemory, activation_bytes
 from autopar.cost.simulator import bucket_seconds
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import Program
@@ -52,7 +52,7 @@ def most_promising(contenders: Contenders, request: PlanRequest) -> list[Contend
         return [contenders.least_sum]
     limit = NEAR * contenders.least_step
     optimizer = "adamw" if request.budget is None else request.budget.optimizer
-    saved = Middle(contenders.least_sum.program, optimizer)
+    saved = MidstepMemory(contenders.least_sum.program, optimizer)
 
     def may_fit(each: Contender) -> bool:
         """Whether the bytes that a plan holds without rematerialization are within the limit; its
@@ -85,7 +85,7 @@ def exposed(contender: Contender, share: float) -> float:
 
 
 def _by_step(
-    given: Sequence[Contender], world: World, known: dict[Contender, float]
+    contenders: Sequence[Contender], world: World, known: dict[Contender, float]
 ) -> list[Contender]:
     """Return contenders in order of their simulated steps. Those that could hardly be the fastest
     even if what can overlap took no time are not simulated; they come last. `known`: steps of some,
@@ -93,14 +93,14 @@ def _by_step(
     """
     steps: dict[Contender, float] = {}
     least = shares(world)[-1]
-    for done, contender in enumerate(sorted(given, key=lambda each: each.least_step)):
-        tell("plans simulated", done, len(given))
+    for done, contender in enumerate(sorted(contenders, key=lambda each: each.least_step)):
+        tell("plans simulated", done, len(contenders))
         if not steps or exposed(contender, least) <= _HARDLY * min(steps.values()):
             if contender not in known:
                 known[contender] = _step(contender.deep, world)
             steps[contender] = known[contender]
     _confirm_first(steps, world)
-    return sorted(given, key=lambda each: (steps.get(each, math.inf), each.least_step))
+    return sorted(contenders, key=lambda each: (steps.get(each, math.inf), each.least_step))
 
 
 def _confirm_first(steps: dict[Contender, float], world: World) -> None:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.activations import ActivationMemory, Middle, Stored, bytes_of
+from autopar.cost.activations import ActivationMemory, MidstepMemory, ParameterMemory, bytes_of
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -48,15 +48,15 @@ _VARIABLES, _MESHES, _AXES = 16, 6, 2  # of a graph that counts as small
 _TRIES = 1000  # plans whose peak is worked out
 
 
-def is_small(program: Program, given: Sequence[Candidate]) -> bool:
+def is_small(program: Program, candidates: Sequence[Candidate]) -> bool:
     """Whether there are few plans enough to try all that are faster than the best that fits."""
-    few = len(given) <= _MESHES and all(len(mesh.axes) <= _AXES for mesh, _ in given)
+    few = len(candidates) <= _MESHES and all(len(mesh.axes) <= _AXES for mesh, _ in candidates)
     return few and len(frame(program).variables) <= _VARIABLES
 
 
 def fastest(
     program: Program,
-    given: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     world: World,
     request: PlanRequest,
     below: float,
@@ -71,7 +71,7 @@ def fastest(
     best: tuple[Program, TriedRematerialization] | None = None
     bound = below
     try:
-        several = _all_ascending(program, given, world, request)
+        several = _all_ascending(program, candidates, world, request)
     except PlanError:  # too entangled to look at all of it
         return None, None, 0.0
     for number, plan in enumerate(several):
@@ -90,17 +90,17 @@ def fastest(
 
 def _all_ascending(
     program: Program,
-    given: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     world: World,
     request: PlanRequest,
 ) -> Iterator[Plan]:
     """Yield the plans of all meshes; ties go to the first. Raises PlanError before the first."""
     budget = request.budget
     assert budget is not None and budget.memory_bytes is not None
-    caps: list[Cap] = [(Stored(program, budget.optimizer), budget.memory_bytes)]
+    caps: list[Cap] = [(ParameterMemory(program, budget.optimizer), budget.memory_bytes)]
     if budget.recompute == "none":
-        caps.append((Middle(program, budget.optimizer), budget.memory_bytes))
-    several = [ascending(program, mesh, world, rules, caps) for mesh, rules in given]
+        caps.append((MidstepMemory(program, budget.optimizer), budget.memory_bytes))
+    several = [ascending(program, mesh, world, rules, caps) for mesh, rules in candidates]
     first = [list(itertools.islice(plans, 1)) for plans in several]
     joined = [itertools.chain(*pair) for pair in zip(first, several, strict=True)]
     return heapq.merge(*joined, key=lambda plan: plan.seconds)

@@ -193,20 +193,20 @@ class _Question:
                 continue
         return None
 
-    def _runner(self, text: str, made: Plan) -> Runner:
-        terms = cost_terms(self.program, made, self.world)
+    def _runner(self, text: str, plan: Plan) -> Runner:
+        terms = cost_terms(self.program, plan, self.world)
         more = {
             name: terms.get(name, 0.0) - self.spent.get(name, 0.0)
             for name in {**self.spent, **terms}
         }
-        more_bytes = self._peak(made) - self.plan.memory.waiting if self.plan.memory else 0.0
-        return Runner(text, sum(terms.values()) - sum(self.spent.values()), more, more_bytes, made)
+        more_bytes = self._peak(plan) - self.plan.memory.waiting if self.plan.memory else 0.0
+        return Runner(text, sum(terms.values()) - sum(self.spent.values()), more, more_bytes, plan)
 
-    def _peak(self, made: Plan) -> float:
-        made = dataclasses.replace(
-            made, recompute=self.plan.recompute, regather=self.plan.regather, rerun=self.plan.rerun
+    def _peak(self, plan: Plan) -> float:
+        plan = dataclasses.replace(
+            plan, recompute=self.plan.recompute, regather=self.plan.regather, rerun=self.plan.rerun
         )
-        program = emit_program(dataclasses.replace(self.program, plan=made), self.world)
+        program = emit_program(dataclasses.replace(self.program, plan=plan), self.world)
         program = recompute.recompute(program)
         return peak(program, self.plan.optimizer, self.world).peak
 

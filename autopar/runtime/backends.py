@@ -58,7 +58,7 @@ from autopar.passes.overlap.assumptions import (
     Late,
     as_constants,
     aux_output_places,
-    through,
+    rerun_for,
 )
 from autopar.passes.pass_manager import PassManager
 from autopar.runtime.deferred_backward import Accumulator, DeferredBackward
@@ -121,7 +121,7 @@ class Scheduled:
         self._constant = aux_output_places(program)
         self._late: set[int] = set()  # the auxiliary outputs that would have a gradient
         inputs = enumerate(program.signature.inputs)
-        self._given = [place for place, entry in inputs if entry.kind == "user"]
+        self._user_places = [place for place, entry in inputs if entry.kind == "user"]
         self._strides: dict[int, tuple[int, ...]] = {}  # of the user's inputs at derivation
         self._run: Callable[..., Any] | None = None
         self.forward: fx.GraphModule | None = None
@@ -159,7 +159,7 @@ class Scheduled:
             self._make_forms()
         outputs = list(self._run(*ordered))
         for place in self._late:
-            outputs[place] = Late.apply(self._asked, place, outputs[place], *ordered)
+            outputs[place] = Late.apply(self._auxiliary_gradients, place, outputs[place], *ordered)
         return outputs
 
     def prepare(self, values: Sequence[torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ class Scheduled:
         be a view of an input, and AOTAutograd makes it anew by that order.
         """
         ordered = list(values)
-        for place in self._given:
+        for place in self._user_places:
             value = ordered[place]
             if self._run is None:
                 ordered[place] = value.contiguous() if _overlaps(value) else value
@@ -188,14 +188,14 @@ class Scheduled:
                 ordered[place] = restrided.copy_(value)
         return ordered
 
-    def _asked(
+    def _auxiliary_gradients(
         self, place: int, gradient: torch.Tensor, values: Sequence[torch.Tensor]
     ) -> Gradients:
         """Return the gradients that come through an auxiliary output. The next call derives the
         graphs anew with gradients for these outputs, as a script that asks once asks again.
         """
         self._run, self._constant = None, frozenset()
-        return through(self.module, place, gradient, values)
+        return rerun_for(self.module, place, gradient, values)
 
     def order(self) -> str:
         """Return a hash of the order of all collectives, forward and backward."""

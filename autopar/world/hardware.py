@@ -196,12 +196,12 @@ class Device:
         if any(after <= before for before, after in itertools.pairwise(sizes)):
             raise WorldError(f"{name} has points at {sizes} FLOPs: write them in rising order")
 
-    def _check_attention(self, name: tuple[str, bool], found: list[Attention]) -> None:
+    def _check_attention(self, name: tuple[str, bool], rows: list[Attention]) -> None:
         keys, sizes = (
-            sorted({point.keys for point in found}),
-            sorted({point.head_size for point in found}),
+            sorted({point.keys for point in rows}),
+            sorted({point.head_size for point in rows}),
         )
-        pairs = sorted((point.keys, point.head_size) for point in found)
+        pairs = sorted((point.keys, point.head_size) for point in rows)
         if pairs != list(itertools.product(keys, sizes)):
             dtype, causal = name
             raise WorldError(

@@ -91,13 +91,13 @@ def agree_within(what: str, values: Mapping[int, str]) -> None:
                 )
 
 
-def agree_on(asked: Mapping[str, str]) -> None:
+def agree_on(request: Mapping[str, str]) -> None:
     """Raise a RankError on all ranks unless every option has one value on all ranks that set it.
     The error lists each option that differs, its values, and the ranks that have them.
 
-    `asked`: this rank's options as text, {"layout": "fsdp"}.
+    `request`: this rank's options as text, {"layout": "fsdp"}.
     """
-    options_by_rank = all_of(dict(asked))
+    options_by_rank = all_of(dict(request))
     differing = []
     for name in dict.fromkeys(key for options in options_by_rank for key in options):
         by_value: dict[str, list[int]] = {}

@@ -16,10 +16,10 @@ import dataclasses
 import torch
 
 import autopar
-from autopar.cli.targets import NAMED, Gpt
 from autopar.cost.parts import deferred_values
-from autopar.cost.simulator import in_turns, simulate
+from autopar.cost.simulator import interleave, simulate
 from autopar.cost.simulator.step_events import Events
+from autopar.tools.targets import NAMED, Gpt
 
 LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp", "atp")
 
@@ -37,7 +37,7 @@ def ratio(layout: str, world: autopar.World, width: int) -> float:
     )  # fmt: skip
     program = plan.context.program
     events = Events(program, world, deferred_values(program)).run()
-    return in_turns(events).seconds / (2 * simulate(events).seconds)
+    return interleave(events).seconds / (2 * simulate(events).seconds)
 
 
 def main() -> None:

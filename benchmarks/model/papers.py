@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import Grid2D, Grid25D, World
-from autopar.cli.targets import Sizes
 from autopar.cost.formula import ELEMENT
 from autopar.ir.mesh import Axis, Mesh
+from autopar.tools.targets import Sizes
 from benchmarks.model.steps import (
     ALPS,
     DGX_A100,

@@ -25,11 +25,11 @@ import torch
 
 import autopar
 from autopar import Grid2D, Grid4D, Plan, World
-from autopar.cli.targets import NAMED, Gpt, Sizes
 from autopar.cost.communication import collective_cost
 from autopar.cost.formula import Formula, Term
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Axis, Mesh
+from autopar.tools.targets import NAMED, Gpt, Sizes
 
 # 1T: arXiv 2104.04473, table 1
 MODELS = {**NAMED, "gpt-1t": Sizes("gpt", 128, 25600, 160, 51200, 2048)}
@@ -63,7 +63,7 @@ DGX_A100 = Machine("dgx-a100", 280e12, 312e12)  # the same chip as Perlmutter's
 
 @dataclass(frozen=True)
 class Job:
-    """A model (its name in autopar.cli.targets) on so many ranks, samples of 2048 tokens a step."""
+    """A model (its name in tools/targets.py) on so many ranks, samples of 2048 tokens a step."""
 
     model: str
     machine: Machine

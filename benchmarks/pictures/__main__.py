@@ -11,7 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks.pictures import before_after, layouts, pipeline, scatter, stages, states, step_time
+from benchmarks.pictures import (
+    before_after,
+    layouts,
+    pipeline,
+    planning_time,
+    scatter,
+    stages,
+    states,
+    step_time,
+)
 from benchmarks.pictures.chains import CHAINS
 
 IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
@@ -22,6 +31,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "states": states.picture,
     "step-time": step_time.picture,
     "planned-steps": scatter.steps,
+    "planning-time": planning_time.picture,
     **{f"layout-{chain.name}": partial(layouts.picture, chain) for chain in CHAINS},
 }
 

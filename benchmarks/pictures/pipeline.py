@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.cost.pipeline import StageSeconds, simulate_pipeline
 from autopar.ir.pipeline_schedule import Pipeline, actions
-from autopar.report import pipeline as report
+from autopar.tools.report import pipeline as report
 
 
 def picture() -> str:

@@ -30,7 +30,6 @@ from rich.table import Table
 from torch import nn
 
 from autopar import World
-from autopar.cli.targets import NAMED, Batch, Sizes, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.mesh import Mesh
@@ -41,6 +40,7 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.planner import search_plan
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve import best
+from autopar.tools.targets import NAMED, Batch, Sizes, resolve
 from benchmarks.step_time import cells
 
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
@@ -97,6 +97,9 @@ CASES = {
         f"8b of {layers} layers on (32,8)": Case(named("llama3-8b", 64, layers), h100(256), GIVEN)
         for layers in (8, 16, 32, 64)
     },
+    "8b of 4 layers on (32,8)": Case(named("llama3-8b", 64, 4), h100(256), GIVEN),
+    "8b of 32 layers on (8)": Case(named("llama3-8b", 64, 32), h100(8), "x8"),
+    "gpt2 on (2,4)": Case(named("gpt2", 32, sequence=1024), h100(8), "x2.y4"),
     **{
         f"8b on {ranks}": Case(named("llama3-8b", 4096), h100(ranks))
         for ranks in (64, 256, 1024, 4096)

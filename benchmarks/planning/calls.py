@@ -25,7 +25,7 @@ import torch
 
 import autopar
 from autopar import api
-from autopar.cli.targets import Batch, resolve
+from autopar.tools.targets import Batch, resolve
 
 AUTOPAR = Path(autopar.__file__).parent
 

@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import World
-from autopar.cli.targets import NAMED, Batch, resolve
 from autopar.cost.memory import Budget
 from autopar.cost.simulator import timeline
 from autopar.ir.deep_models import DeepModel
@@ -31,6 +30,7 @@ from autopar.planner import solve
 from autopar.planner.rematerialize import Estimated, RematerializationSteps, Rematerialized
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
+from autopar.tools.targets import NAMED, Batch, resolve
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")
 RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}

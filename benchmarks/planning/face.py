@@ -38,7 +38,7 @@ _RANKS = """
 import os, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 import autopar
-from autopar.cli.targets import Batch, resolve
+from autopar.tools.targets import Batch, resolve
 start = time.process_time()
 target = resolve("gpt2", Batch(8, 64), 8, real=True)
 autopar.parallelize(target.model, inputs=target.inputs)

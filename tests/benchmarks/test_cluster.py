@@ -190,6 +190,7 @@ def test_what_a_killed_run_leaves_the_next_one_removes(tmp_path):
     assert owner().split("-")[1] == str(os.getpid())
 
 
+@pytest.mark.slow
 @needs_root
 def test_ranks_of_a_node_talk_past_the_limited_link(tmp_path):
     shape, out = Shape(2, 2, 1e9), tmp_path / "facts"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from benchmarks.planning import face
 
 
+@pytest.mark.slow
 def test_a_cell_is_a_command_in_a_fresh_process(tmp_path: Path) -> None:
     found = {cell.name: cell for cell in face.cells(tmp_path)}
     assert [name for name in found if name.startswith("gpt2")] == ["gpt2 on 8"]
@@ -19,7 +22,7 @@ def test_a_cell_is_a_command_in_a_fresh_process(tmp_path: Path) -> None:
 
 
 def test_the_decoder_is_a_target(tmp_path: Path) -> None:
-    from autopar.cli.targets import Batch, resolve
+    from autopar.tools.targets import Batch, resolve
 
     (cell,) = (c for c in face.cells(tmp_path) if c.name.startswith("decoder"))
     target = resolve(cell.command[3], Batch(512, 8), 8)

@@ -14,6 +14,7 @@ from benchmarks.model.steps import KINDS, PERLMUTTER, Job, Step, Way
 SMALL = Job("gpt-5b", PERLMUTTER, 8, 16)
 
 
+@pytest.mark.slow_cells("grid0", "grid1")
 @pytest.mark.parametrize("grid", [Grid4D(x=4, y=2, z=2, data=2), Grid4D(x=2, z=2, data=2)])
 def test_a_layer_moves_what_plans_of_two_depths_differ_by(grid: Grid4D) -> None:
     """Read off one grid of one model, evaluated on another of another. Without a y axis the bias of
@@ -54,9 +55,9 @@ def test_the_flops_of_a_step() -> None:
     assert job.flops > 96 * 1024 * 2048 * 42 * 12288**2
 
 
-def step(way: Way, **seconds: float) -> Step:
+def step(sharding: Way, **seconds: float) -> Step:
     moving = dict.fromkeys(KINDS, 0.0) | seconds
-    return Step(Grid4D(z=8), way, 10, 1.0, 2.0, moving, dict.fromkeys(KINDS, 0.0))
+    return Step(Grid4D(z=8), sharding, 10, 1.0, 2.0, moving, dict.fromkeys(KINDS, 0.0))
 
 
 def test_what_hides_under_what() -> None:

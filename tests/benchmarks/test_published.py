@@ -110,6 +110,7 @@ def test_a_small_run_is_modelled(
     assert third["why"] == "a pipeline"
 
 
+@pytest.mark.slow
 def test_seconds_of_a_step_grow_by_the_layer() -> None:
     """Extrapolated from few layers, a step of eight layers is that of the plan of all eight."""
     run, _ = published._run(row(layers=8, hidden=512, heads=4, seq=512, global_batch=112))

@@ -61,6 +61,7 @@ def test_reasons_are_numbered_once_and_hold_no_path():
     assert first.count("[1]") == second.count("[1]") == 2 and reason.startswith("1. ValueError")
 
 
+@pytest.mark.slow
 def test_a_row_is_measured(capsys, tmp_path):
     files = [f"--json={tmp_path / 'models.json'}", f"--docs={tmp_path / 'models.md'}"]
     assert zoo.main(["mlp", *files]) == 0
@@ -95,6 +96,7 @@ def forever():
         pass
 
 
+@pytest.mark.slow
 def test_a_model_at_real_size_is_planned_under_each_layout(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(real_models, "FACTORIES", {"tiny": tiny, "absent": absent})
     saved = tmp_path / "real.json"

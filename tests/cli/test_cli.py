@@ -19,9 +19,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 from autopar.cli import main, options, terminal
-from autopar.cli.targets import NAMED, Batch, TargetError, resolve
 from autopar.errors import LayoutError, WorldError
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
+from autopar.tools.targets import NAMED, Batch, TargetError, resolve
 from autopar.world import World
 from autopar.world.hardware import Measured
 from models import Mlp as MseMlp
@@ -78,6 +78,7 @@ def refused(*arguments: str) -> str:
 
 
 # -- plan, show ------------------------------------------------------------------------------------
+@pytest.mark.slow_cells("gpt2-*")
 @pytest.mark.parametrize(
     ("target", "heading", "subgraph"),
     [
@@ -120,6 +121,7 @@ def test_plan_writes_the_timeline_of_the_step_it_prints(tmp_path: Path) -> None:
         assert sum(e["args"].get("bytes", 0) for e in shown) == pytest.approx(facts["comm_bytes"])
 
 
+@pytest.mark.slow
 def test_rates_that_are_assumed_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that calibrate measured."""
     monkeypatch.chdir(tmp_path)
@@ -216,6 +218,7 @@ def test_verify_a_saved_plan(tmp_path: Path) -> None:
     assert "plan again" in other
 
 
+@pytest.mark.slow_cells("gpt2-4d:x=2,y=2")
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "4d:x=2,y=2"), ("llama3-8b", "megatron")])
 def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
     arguments = ("verify", name, "--ranks", "4", "--layout", layout, "--json")
@@ -352,6 +355,7 @@ def test_published_sizes(name: str, billions: float) -> None:
     assert [tuple(t.shape) for t in target.inputs] == [(2, 16), (2, 16)]
 
 
+@pytest.mark.slow_cells("gpt-640b")
 @pytest.mark.parametrize("name", [name for name in NAMED if name.startswith("gpt-")])
 def test_the_sizes_of_axonn_are_their_names(name: str) -> None:
     billions = float(name.removeprefix("gpt-").removesuffix("b"))

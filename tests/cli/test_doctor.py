@@ -21,7 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from autopar.cli import main
-from autopar.cli.doctor import (
+from autopar.tools.doctor import (
     Absent,
     AttentionModel,
     Finding,
@@ -33,9 +33,9 @@ from autopar.cli.doctor import (
     run_check,
     training,
 )
-from autopar.cli.doctor import examination as doctor_command
-from autopar.cli.doctor import kernels as doctor_kernels
-from autopar.cli.doctor.examination import Examination, page
+from autopar.tools.doctor import examination as doctor_command
+from autopar.tools.doctor import kernels as doctor_kernels
+from autopar.tools.doctor.examination import Examination, page
 from launch import RANK_SCRIPTS, ROOT, environment
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -81,7 +81,7 @@ def test_it_says_what_is_known_of_gpus_and_what_will_not_work(
         "device_count": lambda: 2,
         "get_device_properties": properties,
         "get_device_capability": lambda device=0: (9, 0) if not device else (7, 5),
-        "can_device_access_peer": lambda one, other: False,
+        "can_device_access_peer": lambda first, other: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
@@ -270,6 +270,7 @@ def test_ranks_that_differ_are_named() -> None:
 
 
 # -- checks, and what they must find ---------------------------------------------------------------
+@pytest.mark.slow_cells("dtype1")
 @pytest.mark.parametrize("dtype", doctor_kernels.DTYPES)
 def test_kernels(dtype: torch.dtype) -> None:
     session = alone()
@@ -366,14 +367,15 @@ def test_waits_after_the_first_two_steps_are_named(
     assert modes == ["warn", 0] * 10
 
 
-@pytest.mark.parametrize(("held", "well"), [(0.5, True), (1.09, True), (1.2, False)])
+@pytest.mark.slow_cells("0.5-True", "1.09-True")
+@pytest.mark.parametrize(("measured", "well"), [(0.5, True), (1.09, True), (1.2, False)])
 def test_a_peak_above_the_planned_one_is_a_failure(
-    held: float, well: bool, monkeypatch: pytest.MonkeyPatch
+    measured: float, well: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     for name in ("max_memory_allocated", "max_memory_reserved"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: int(held * 2**20))
+        monkeypatch.setattr(torch.cuda, name, lambda device: int(measured * 2**20))
     session = alone(GPU)
     session.shared["trained"] = Steps({})
     assert (training.peak(session).fault == "") == well
@@ -399,6 +401,7 @@ def launched(
     )
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_apart_go_on_together(tmp_path: Path) -> None:
     """A rank that leaves, and what is wrong on one rank, among checks that are well."""
     result = launched(str(RANK_SCRIPTS / "doctor_ranks.py"), str(tmp_path))
@@ -453,5 +456,5 @@ def test_the_mask_of_a_device_is_that_of_a_cpu(monkeypatch: pytest.MonkeyPatch) 
 def test_the_example_makes_the_checks_of_the_command() -> None:
     named = r"\b(?:exchanges|kernels|training)\.\w+"
     example = (ROOT / "examples" / "first_gpu_run.py").read_text()
-    body = (ROOT / "autopar" / "cli" / "doctor" / "examination.py").read_text()
+    body = (ROOT / "autopar" / "tools" / "doctor" / "examination.py").read_text()
     assert set(re.findall(named, example)) == set(re.findall(named, body))

@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_cli import refused, run
 
-from autopar.cli import huggingface
-from autopar.cli.targets import Batch, resolve
+from autopar.tools import huggingface
+from autopar.tools.targets import Batch, resolve
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -31,6 +31,7 @@ def write(folder: Path, data: object) -> Path:
     return path
 
 
+@pytest.mark.slow_cells("gpt2--", "llama--")
 @pytest.mark.parametrize(
     ("data", "dtype", "parameter"),
     [

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import readme
@@ -39,6 +40,7 @@ def test_its_program_trains_on_gloo_ranks_as_on_one_device(tmp_path: Path) -> No
         torch.testing.assert_close(trained, parameter.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
 
+@pytest.mark.slow
 def test_its_path_from_a_model_to_a_run_is_walked_as_it_is_printed(tmp_path: Path) -> None:
     """With the model, the program and the commands that it prints, in an empty folder."""
     (tmp_path / "mymodel.py").write_text(readme.block("class Model"))
@@ -59,6 +61,7 @@ def test_its_path_from_a_model_to_a_run_is_walked_as_it_is_printed(tmp_path: Pat
         assert "<h2>" in (tmp_path / page).read_text()
 
 
+@pytest.mark.slow
 def test_the_path_of_getting_started_is_walked_as_it_is_printed(tmp_path: Path) -> None:
     page = (readme.README.parent / "docs" / "getting-started.md").read_text()
     fences = re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S)

@@ -13,8 +13,8 @@ from test_commands import COMMANDS
 from typer.testing import CliRunner
 
 from autopar.cli import calibrate, main
-from autopar.cli.doctor import Finding, examination
 from autopar.cli.schema import OUTPUTS, PlanFacts, Refusal, schema_of
+from autopar.tools.doctor import Finding, examination
 from autopar.world import World
 
 TINY = "test_cli:tiny"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from test_cli import refused, run
 
-from autopar.cli import sweep, sweep_plot
-from autopar.cli.sweep import SweepPoint, read_ranks
+from autopar.cli.sweep import read_ranks
 from autopar.errors import WorldError
+from autopar.tools import sweep, sweep_plot
+from autopar.tools.sweep import SweepPoint
 
 FIELDS = ("layout", "seconds", "peak_bytes")
 

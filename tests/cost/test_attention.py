@@ -166,6 +166,7 @@ def test_compute_is_what_grows() -> None:
 
 
 # -- what is measured ------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_attention_is_timed_over_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model's own keys and head size are lines of it, where they are not too slow."""
     monkeypatch.setattr(timing, "CPU_KEYS", (16, 64))

@@ -250,6 +250,7 @@ def test_a_long_look_at_short_work() -> None:
     assert len(runs) == 10
 
 
+@pytest.mark.slow
 def test_one_process_calibrates_its_device_alone() -> None:
     shares: list[float] = []
     world = calibration.calibrate(
@@ -306,6 +307,7 @@ def test_what_is_measured_twice_is_refused() -> None:
 
 
 # -- the command line ------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_plan_takes_the_world_that_calibrate_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,6 +55,9 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cells(
+    "*-llama", "2.5d-gpt", "4d-gpt", "atp-gpt", "ddp-gpt", "fsdp-gpt", "megatron-sp-gpt",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "model"), CASES)
 def test_equal_to_the_plan_here_and_elsewhere(name: str, model: str) -> None:
     (layout, ranks), (other, more) = LAYOUTS[name]

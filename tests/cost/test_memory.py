@@ -20,7 +20,7 @@ from autopar.cost.memory import (
     with_flight,
     with_reserve,
 )
-from autopar.cost.peak import Lives, highest
+from autopar.cost.peak import LifetimeRecorder, highest
 from autopar.errors import LayoutError
 from autopar.ir.plan_table import Memory
 from autopar.planner.named_layouts import NAMES
@@ -39,11 +39,13 @@ def _checked(cases: Iterable[Case]) -> None:
         assert row.start < 1.05 * row.parts["parameters"] + row.largest
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_held() -> None:
     """An allocator's count on real ranks, within a tenth and below the limit."""
     _checked(case for case in CASES if case.ranks == 2 and case.model in QUICK)
 
 
+@pytest.mark.slow
 def test_rank_0_alone_holds_what_is_planned() -> None:
     """In a group that moves nothing, as on one GPU."""
     (row,) = counted([Case("vit", 2, "fsdp", limit=0.8)], alone=True)
@@ -85,7 +87,7 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        with Lives() as lives:
+        with LifetimeRecorder() as lives:
             optimizer.step()
     states = [
         x for s in optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)
@@ -93,7 +95,7 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
     assert sum(x.nbytes for x in states if x.dim()) == STATES[name] * 4 * 1500
     known = {id(t.untyped_storage()) for t in (*states, *parameters)}
     own = [life for key, life in lives.current.items() if key in known]
-    rest = [life for life in lives.lives if life not in own]
+    rest = [life for life in lives.lifetimes if life not in own]
     assert highest(rest)[1] == pytest.approx(step_bytes([4000.0, 2000.0], name, at_once), abs=100)
 
 
@@ -110,6 +112,7 @@ def test_as_few_blocks_as_it_takes() -> None:
     assert autopar.plan(model, 2, args, "ddp").recompute == ()  # a CPU has no limit
 
 
+@pytest.mark.slow
 def test_cheap_ops_and_gathers_before_blocks() -> None:
     """Each limit is met by what takes the least: cheap ops, of one block or of both; then weights
     are gathered again, too, and at last blocks are recomputed.
@@ -143,6 +146,7 @@ def test_cheap_ops_and_gathers_before_blocks() -> None:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow_cells("mlp-2-0.0")
 @pytest.mark.parametrize(
     ("name", "ranks", "part"),
     [

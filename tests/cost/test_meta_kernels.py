@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import autopar
 from autopar.cost import meta_kernels
-from autopar.cost.peak import Lives
+from autopar.cost.peak import LifetimeRecorder
 from autopar.world import World
 
 SIZE, WIDTH = 64, 16
@@ -30,10 +30,10 @@ def ran(device: str, run: Any, masked: bool, **more: Any) -> tuple[list[int], in
         saved.append(1)
         return x.detach()
 
-    with Lives() as lives, saved_tensors_hooks(pack, lambda x: x):
+    with LifetimeRecorder() as lives, saved_tensors_hooks(pack, lambda x: x):
         run(q, k, v, mask, **more).sum().backward()
     assert q.grad is not None
-    sizes = sorted(life.size for life in lives.lives if life.size > 1 << 10)
+    sizes = sorted(life.size for life in lives.lifetimes if life.size > 1 << 10)
     return sizes, len(saved), list(q.grad.shape)
 
 

@@ -27,15 +27,15 @@ def moves(meshes: list[Mesh], sources: tuple[int, ...], targets: tuple[int, ...]
     return ReshardBounds(KIND, frozenset(sources), frozenset(targets), Meshes(meshes, WORLD))
 
 
-def table(found: ReshardBounds, axes: int, pull: bool = False) -> np.ndarray:
+def table(bounds: ReshardBounds, axes: int, pull: bool = False) -> np.ndarray:
     """Seconds [source, target, mesh] between joint states, from push or from pull."""
-    count = len(found.states) ** axes
+    count = len(bounds.states) ** axes
     rows = []
     for place in range(count):
-        given = np.full((count, found.meshes.mesh_count), BIG, np.float32)
+        given = np.full((count, bounds.meshes.mesh_count), BIG, np.float32)
         given[place] = 0
-        shaped = given.reshape((len(found.states),) * axes + (-1,))
-        across = found.pull(shaped) if pull else found.push(shaped)
+        shaped = given.reshape((len(bounds.states),) * axes + (-1,))
+        across = bounds.pull(shaped) if pull else bounds.push(shaped)
         rows.append(across.reshape(count, -1))
     return np.stack(rows, axis=1 if pull else 0)
 

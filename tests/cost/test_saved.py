@@ -72,6 +72,7 @@ def measured(program: Program, args: Any, kwargs: Any) -> float:
     return float(sum(size for key, size in inside.items() if key not in outside))
 
 
+@pytest.mark.slow_cells("bert", "gpt2", "gpt", "llama", "t5")
 @pytest.mark.parametrize("name", ["mlp", "gpt", "gpt2", "llama", "bert", "t5"])
 def test_the_parts_add_up_to_what_autograd_keeps(name: str) -> None:
     model, args, kwargs = getattr(models, name)()

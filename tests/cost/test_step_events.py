@@ -22,6 +22,10 @@ LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1),
 AGAIN = [("fsdp", "gathers"), ("fsdp", "full"), ("megatron-sp", "full")]
 
 
+@pytest.mark.slow_cells(
+    "2.5d-none", "Grid4D(x=2, y=2, z=2, data=1)-none", "auto-none", "ddp-none", "fsdp-full",
+    "fsdp-gathers", "fsdp-none", "megatron-none", "megatron-sp-none",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("layout", "recompute"), [*((layout, "none") for layout in LAYOUTS), *AGAIN], ids=str
 )
@@ -73,9 +77,9 @@ def test_what_runs_again_is_modelled() -> None:
     assert computed(again) > 1.2 * computed(before)
 
 
-def shows(found: Seen, path: Path) -> None:
+def shows(seen: Seen, path: Path) -> None:
     """What the file says is what the timeline says; on no track does one thing overlap another."""
-    found.save(path)
+    seen.save(path)
     entries = json.loads(path.read_text())["traceEvents"]
     names = {e["tid"]: e["args"]["name"] for e in entries if e["name"] == "thread_name"}
     assert list(names.values())[:2] == ["compute", "waits"]
@@ -90,11 +94,11 @@ def shows(found: Seen, path: Path) -> None:
         assert all(e["args"]["node"] and e["args"]["phase"] for e in ordered)
     waited = sum(e["dur"] for e in tracks["waits"]) / 1e6
     lanes = [e for name, track in tracks.items() if name not in ("compute", "waits") for e in track]
-    assert waited == pytest.approx(found.exposed_seconds)
+    assert waited == pytest.approx(seen.exposed_seconds)
     assert sum(e["args"]["exposed_s"] for e in lanes) == pytest.approx(waited)
-    assert sum(e["dur"] for e in lanes) / 1e6 == pytest.approx(found.communication)
+    assert sum(e["dur"] for e in lanes) / 1e6 == pytest.approx(seen.communication)
     assert sum(e["args"]["bytes"] for e in lanes) == pytest.approx(
-        sum(total.bytes for total in found.totals())
+        sum(total.bytes for total in seen.totals())
     )
 
 
@@ -112,6 +116,7 @@ def wide(layers: int, layout: Any) -> autopar.Plan:
     return autopar.plan(model, autopar.World.preset("dgx-h100", 16), (ids, ids), layout=layout)
 
 
+@pytest.mark.slow
 def test_gradients_and_gathers_hide_under_products() -> None:
     for layout in ("ddp", "fsdp"):
         found = wide(8, layout).timeline()

@@ -169,7 +169,7 @@ def together(events: Sequence[Event], size: int) -> list[list[int]]:
     return buckets.together(events, keys, leads, simulate_overlap(events), size)
 
 
-def one(events: Sequence[Event], members: Sequence[int]) -> Event:
+def as_one_event(events: Sequence[Event], members: Sequence[int]) -> Event:
     return events[members[0]]._replace(name="bucket", seconds=5.0)
 
 
@@ -190,7 +190,7 @@ def test_sums_that_no_product_needs_go_together() -> None:
         late(1, 6),
     ]
     assert together(events, 8) == [[3, 5]]  # one leads to a product, one hangs on both
-    found = buckets.joined(events, [[3, 5]], lambda members: one(events, members))
+    found = buckets.joined(events, [[3, 5]], lambda members: as_one_event(events, members))
     assert [e.after for e in found] == [(), (0,), (1,), (2,), (2, 3), (4,), (5,)]
     assert [e.name == "bucket" for e in found].index(True) == 4  # where the last of them stood
 
@@ -208,7 +208,7 @@ def test_gathers_go_together_before_the_first_use() -> None:
     events = [*pair, sent(1, **ahead), sent(1, 3, lane="y", **ahead), op(9, 2, 4)]
     found = together(events, 8)
     assert found == [[0, 3], [1, 4]]
-    made = buckets.joined(events, found, lambda members: one(events, members))
+    made = buckets.joined(events, found, lambda members: as_one_event(events, members))
     assert [(e.name, e.after) for e in made] == [
         ("bucket", ()), ("bucket", (0,)), ("op", (1,)), ("op", (1, 2))
     ]  # fmt: skip
@@ -226,6 +226,7 @@ def test_collectives_are_joined_in_each_level_as_in_the_one_before() -> None:
     assert together(small, 2) == [[1, 2], [3, 4], [5, 6], [7, 8]]  # though four would fit
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_what_a_bucket_copies_is_lost_to_computing(layout: str) -> None:
     """On gloo, of what is gathered or scattered; a sum in levels stays in one tensor."""

@@ -57,7 +57,7 @@ def patch() -> None:
         "set_device": set_device,
         "get_device_properties": properties,
         "get_device_name": lambda device=None: NAME,
-        "can_device_access_peer": lambda one, other: True,
+        "can_device_access_peer": lambda first, other: True,
         "get_rng_state": lambda *_: state.clone(),
         "set_rng_state": lambda *_: None,
         "manual_seed_all": lambda seed: None,

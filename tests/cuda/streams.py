@@ -163,12 +163,12 @@ def _spoil(x: Tensor) -> None:
     x.fill_(math.nan if x.is_floating_point() else 113)
 
 
-def _meet(one: Tensor, other: Tensor) -> bool:
+def _meet(first: Tensor, other: Tensor) -> bool:
     """Whether two tensors have an element in common, by the memory that they span."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+    if first.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
     spans = []
-    for x in (one, other):
+    for x in (first, other):
         reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
         start = x.storage_offset() * x.element_size()
         spans.append((start, start + (reach * x.element_size() if x.numel() else 0)))

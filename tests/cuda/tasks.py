@@ -106,7 +106,7 @@ class _Copies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -117,9 +117,9 @@ class _Copies(TorchDispatchMode):
         if func in _READ_SEEDS:  # of a seed on the host they read the number there: no copy
             before -= {"cpu"}
         if (before == {"cpu"} and "cuda" in after) or len(before) > 1:
-            self.found[f"{func} from the host"] += 1
+            self.waits[f"{func} from the host"] += 1
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.found["item"] += 1
+            self.waits["item"] += 1
         return result
 
 
@@ -134,7 +134,7 @@ def steps(rank: int, name: str) -> Facts:
             copies = _Copies()
             with copies:
                 scalar(par(*args, **kwargs)).backward()
-    return {"waits": dict(copies.found)}
+    return {"waits": dict(copies.waits)}
 
 
 class _Forgetful(nn.Module):

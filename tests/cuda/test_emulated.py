@@ -55,6 +55,7 @@ def on_its_device(facts: dict[str, Any], rank: int) -> None:
     assert set(facts.get("named", [])) <= {here}
 
 
+@pytest.mark.slow
 def test_a_step_stays_on_the_device_of_the_rank(guard: Path) -> None:
     (facts,) = emulated(guard, 5, "layout:4d,dropout,recompute")
     on_its_device(facts, 5)
@@ -68,11 +69,13 @@ def test_so_does_a_step_of_every_layout(guard: Path, name: str) -> None:
         on_its_device(facts, 5)
 
 
+@pytest.mark.slow
 def test_readme_s_program_runs_where_the_backend_is(guard: Path) -> None:
     (facts,) = emulated(guard, 3, "readme")
     on_its_device(facts, 3)
 
 
+@pytest.mark.slow
 def test_ranks_on_different_devices_hold_one_fingerprint(guard: Path) -> None:
     both = [emulated(guard, rank, "fingerprints")[0] for rank in (0, 6)]
     assert len({name for facts in both for name in facts.values()}) == 1, both
@@ -84,16 +87,19 @@ def test_a_mix_of_devices_is_refused(guard: Path) -> None:
     assert "cuda:2" in facts["error"] and "cpu" in facts["error"]
 
 
+@pytest.mark.slow
 def test_inputs_may_be_on_another_device_than_the_model(guard: Path) -> None:
     for facts in emulated(guard, 6, "apart:cpu,cuda", "apart:cuda,cpu"):
         on_its_device(facts, 6)
 
 
+@pytest.mark.slow
 def test_a_loss_under_autocast_is_in_float32_as_on_a_gpu(guard: Path) -> None:
     (facts,) = emulated(guard, 0, "autocast")
     assert facts == {"logits": "torch.float32", "loss": "torch.float32"}
 
 
+@pytest.mark.slow
 def test_a_timeline_of_streams_is_refused(guard: Path) -> None:
     (facts,) = emulated(guard, 4, "timeline")
     assert facts["error"].startswith("PlanError: a timeline is read off what the CPU does"), facts

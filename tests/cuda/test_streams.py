@@ -22,6 +22,7 @@ def right(facts: dict[str, Any], where: str) -> None:
     assert facts["gradient"] < LIMIT, (where, facts["gradient"])
 
 
+@pytest.mark.slow_cells("late")
 @pytest.mark.parametrize("when", ["late", pytest.param("early", marks=pytest.mark.slow)])
 def test_steps_are_those_of_one_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str

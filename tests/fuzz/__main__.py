@@ -55,13 +55,13 @@ def arguments() -> argparse.Namespace:
 class Fuzzer:
     """Draws cases, runs them on teams of processes, and keeps what came of each."""
 
-    def __init__(self, asked: argparse.Namespace) -> None:
-        self.asked = asked
-        first, _, last = asked.ranks.partition("-")
-        self.worlds = (asked.gloo,) * 2 if asked.gloo else (int(first), int(last or first))
-        self.base = int(time.time()) % 10_000_000 * 1000 if asked.seed is None else asked.seed
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        first, _, last = options.ranks.partition("-")
+        self.worlds = (options.gloo,) * 2 if options.gloo else (int(first), int(last or first))
+        self.base = int(time.time()) % 10_000_000 * 1000 if options.seed is None else options.seed
         self.started = self.said = time.monotonic()
-        self.until = self.started + asked.seconds
+        self.until = self.started + options.seconds
         self.next, self.lock = 0, threading.Lock()
         self.kinds: collections.Counter[str] = collections.Counter()
         self.refusals: collections.Counter[str] = collections.Counter()
@@ -70,7 +70,7 @@ class Fuzzer:
         self.failures: list[tuple[str, frozenset[str], int]] = []  # kind, ops, how many like it
 
     def run(self) -> int:
-        threads = [threading.Thread(target=self._job) for _ in range(max(1, self.asked.jobs))]
+        threads = [threading.Thread(target=self._job) for _ in range(max(1, self.options.jobs))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -79,7 +79,7 @@ class Fuzzer:
         return 1 if self.failures else 0
 
     def _job(self) -> None:
-        team = Team(self.asked.gloo or 1, bool(self.asked.gloo))
+        team = Team(self.options.gloo or 1, bool(self.options.gloo))
         try:
             while (seed := self._take()) is not None:
                 case = self._case(seed)
@@ -90,21 +90,21 @@ class Fuzzer:
             team.stop()
 
     def _try(self, team: Team, case: Case, seed: int) -> Result:
-        result = team.run(Task(case, seed), self.asked.timeout)
+        result = team.run(Task(case, seed), self.options.timeout)
         if self._enter(result):
             self._shrink(team, case, seed, result)
         return result
 
     def _case(self, seed: int) -> Case:
-        case = random_case(seed, self.worlds, self.asked.only, self.asked.habits)
-        without = self.asked.without
+        case = random_case(seed, self.worlds, self.options.only, self.options.habits)
+        without = self.options.without
         steps = tuple(step for step in case.steps if step.op not in without.split(","))
         habits = tuple(habit for habit in case.habits if habit.op not in without.split(","))
         return dataclasses.replace(case, steps=steps, habits=habits)
 
     def _take(self) -> int | None:
         with self.lock:
-            spent = self.asked.cases and self.next >= self.asked.cases
+            spent = self.options.cases and self.next >= self.options.cases
             if spent or time.monotonic() > self.until:
                 return None
             self.next += 1
@@ -130,12 +130,12 @@ class Fuzzer:
 
     def _shrink(self, team: Team, case: Case, seed: int, result: Result) -> None:
         def attempt(simpler: Case) -> Result:
-            return team.run(Task(simpler, seed), self.asked.timeout)
+            return team.run(Task(simpler, seed), self.options.timeout)
 
-        small, last = shrunk(case, result, attempt, _SHRINK_S, bool(self.asked.gloo))
+        small, last = shrunk(case, result, attempt, _SHRINK_S, bool(self.options.gloo))
         with self.lock:
             self.failures.append((result.kind, frozenset(last.used) - PLAIN_OPS, 1))
-            print(report(len(self.failures), small, seed, last, self.asked.gloo), flush=True)
+            print(report(len(self.failures), small, seed, last, self.options.gloo), flush=True)
 
     def _line(self) -> str:
         found = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
@@ -173,16 +173,16 @@ def _habit_lines(built: Built, gloo: bool) -> list[str]:
     return [f"# habits, {when}; rank is 0 for the plain module", *(h for _, h in built.habits), ""]
 
 
-def one_case(asked: argparse.Namespace) -> int:
+def one_case(options: argparse.Namespace) -> int:
     """Runs the one case of the command line."""
-    team, case, seed = Team(asked.gloo or 1, bool(asked.gloo)), None, asked.seed or 0
+    team, case, seed = Team(options.gloo or 1, bool(options.gloo)), None, options.seed or 0
     try:
-        case = Case.parse(asked.case)
-        result = team.run(Task(case, seed), asked.timeout)
+        case = Case.parse(options.case)
+        result = team.run(Task(case, seed), options.timeout)
     finally:
         team.stop()
     print(
-        report(1, case, seed, result, asked.gloo)
+        report(1, case, seed, result, options.gloo)
         if result.failed
         else f"{result.kind} {result.said}"
     )

@@ -208,25 +208,25 @@ def _spread(seeds: Sequence[int], live: Sequence[int], draws: int) -> list[int]:
 
 
 # -- comparing -------------------------------------------------------------------------------------
-def difference(found: Any, expected: Any, tolerance: float, least: float) -> float:
+def difference(actual: Any, expected: Any, tolerance: float, least: float) -> float:
     """How many times the tolerance two values are apart; 0 where they are equal enough. None is a
     gradient of zeros.
     """
-    if not isinstance(expected, Tensor) and not isinstance(found, Tensor):
-        return 0.0 if found == expected else float("inf")
-    if found is None or expected is None:
-        other = expected if found is None else found
+    if not isinstance(expected, Tensor) and not isinstance(actual, Tensor):
+        return 0.0 if actual == expected else float("inf")
+    if actual is None or expected is None:
+        other = expected if actual is None else actual
         return float(other.abs().max()) / (tolerance * least) if other.numel() else 0.0
-    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
         return float("inf")
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return float("inf")
     if not expected.numel():
         return 0.0
     if not expected.dtype.is_floating_point:
-        return 0.0 if torch.equal(found, expected) else float("inf")
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    apart = torch.where(same, 0.0, (found - expected).abs()).max()
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    apart = torch.where(same, 0.0, (actual - expected).abs()).max()
     finite = expected[expected.isfinite()]
     scale = max(float(finite.abs().max()) if finite.numel() else 0.0, least)
     return float(apart) / (tolerance * scale) if not apart.isnan() else float("inf")
@@ -237,23 +237,23 @@ def _largest(value: Tensor) -> float:
 
 
 def differences(
-    found: Trained, expected: Trained, tolerance: float, cut: Callable[[str, Any], Any]
+    actual: Trained, expected: Trained, tolerance: float, cut: Callable[[str, Any], Any]
 ) -> str:
     """The first value that is not as it should be, "" where all are. `cut(name, whole)`: the part
     of an expected value that was found.
     """
-    if len(found.outputs) != len(expected.outputs):
-        return f"{len(found.outputs)} outputs, not {len(expected.outputs)}"
+    if len(actual.outputs) != len(expected.outputs):
+        return f"{len(actual.outputs)} outputs, not {len(expected.outputs)}"
     largest = [_largest(g) for g in expected.gradients.values() if g is not None]
     floor = max([0.01 * max(largest, default=0.0), 1e-6])
     pairs = [
         (f"outputs[{i}]", x, y, 0.01)
-        for i, (x, y) in enumerate(zip(found.outputs, expected.outputs))
+        for i, (x, y) in enumerate(zip(actual.outputs, expected.outputs))
     ]
     # A parameter whose gradient is zero but for rounding moves by that of the largest ones.
     moved = max([0.01, *(0.01 * _largest(p) for p in expected.parameters.values())])
     for what, least in (("gradients", floor), ("parameters", moved), ("buffers", 0.01)):
-        ours, theirs = getattr(found, what), getattr(expected, what)
+        ours, theirs = getattr(actual, what), getattr(expected, what)
         if ours.keys() != theirs.keys():
             return f"{what} of {sorted(ours.keys() ^ theirs.keys())} on one side only"
         pairs += [(f"{what}[{n!r}]", ours[n], theirs[n], least) for n in theirs]

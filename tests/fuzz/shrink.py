@@ -39,11 +39,11 @@ def shrunk(
     return case, result
 
 
-def alike(found: Result, result: Result) -> bool:
+def alike(smaller: Result, result: Result) -> bool:
     """Whether two failures may have one cause."""
-    if found.kind != result.kind:
+    if smaller.kind != result.kind:
         return False
-    return found.kind != "error" or found.said.split(":")[0] == result.said.split(":")[0]
+    return smaller.kind != "error" or smaller.said.split(":")[0] == result.said.split(":")[0]
 
 
 def _simpler(case: Case, real: bool) -> Iterator[Case]:

@@ -105,11 +105,11 @@ def refused(error: Exception) -> bool:
     )
 
 
-def _verified(built: Built, layout: str, ranks: int, found: list[Program]) -> tuple[str, str]:
-    """Calls `verify`; the program that it holds against its own graph is put into `found`."""
+def _verified(built: Built, layout: str, ranks: int, programs: list[Program]) -> tuple[str, str]:
+    """Calls `verify`; the program that it holds against its own graph is put into `programs`."""
     try:
         given, world = read_layout(layout, built, ranks)
-        with _caught_program(found):
+        with _caught_program(programs):
             autopar.verify(built.model, world, built.inputs, given)
     except errors.VerificationError as error:
         return "false alarm", described(error)
@@ -121,11 +121,11 @@ def _verified(built: Built, layout: str, ranks: int, found: list[Program]) -> tu
 
 
 @contextlib.contextmanager
-def _caught_program(found: list[Program]) -> Iterator[None]:
+def _caught_program(programs: list[Program]) -> Iterator[None]:
     compare = api.compare
 
     def spy(program: Program, *rest: Any) -> Any:
-        found.append(program)
+        programs.append(program)
         return compare(program, *rest)
 
     with mock.patch.object(api, "compare", spy):
@@ -194,7 +194,7 @@ class _Rank:
         model = built.model
         self.whole = {**dict(model.named_parameters(remove_duplicate=False)),
                       **dict(model.named_buffers(remove_duplicate=False))}  # fmt: skip
-        self.held = {e.node: self._hold(e) for e in program.signature.inputs if e.stored}
+        self.tensors = {e.node: self._hold(e) for e in program.signature.inputs if e.stored}
         self.inputs: dict[int, Tensor] = {}
 
     def _hold(self, entry: Input) -> Tensor:
@@ -213,9 +213,9 @@ class _Rank:
         if entry.kind == "seed":
             return torch.tensor((step + 1) * 1_000_000)
         if entry.kind == "parameter":  # its padding is no part of what a rank holds
-            return filled_up(self.held[entry.node], self.program.layouts[entry.node].local_shape)
+            return filled_up(self.tensors[entry.node], self.program.layouts[entry.node].local_shape)
         if entry.kind != "user":
-            return self.held[entry.node]
+            return self.tensors[entry.node]
         assert entry.position is not None
         given = self.built.inputs[entry.position]
         if entry.position not in self.inputs:
@@ -225,7 +225,7 @@ class _Rank:
 
     def train(self, masks: list[list[int]]) -> Trained:
         found, entries = Trained(), self.program.signature.inputs
-        named = {e.target: self.held[e.node] for e in entries if e.kind == "parameter"}
+        named = {e.target: self.tensors[e.node] for e in entries if e.kind == "parameter"}
         trainable = [p for p in named.values() if p.requires_grad]
         optimizer = torch.optim.SGD(trainable, RATE, MOMENTUM) if trainable else None
         for step in range(STEPS):
@@ -240,10 +240,10 @@ class _Rank:
                 optimizer.step()
                 optimizer.zero_grad()
         found.parameters = {n: p.detach() for n, p in named.items()}
-        found.buffers = {e.target: self.held[e.node] for e in entries if e.kind == "buffer"}
+        found.buffers = {e.target: self.tensors[e.node] for e in entries if e.kind == "buffer"}
         return found
 
-    def _step(self, step: int, found: Trained) -> list[Any]:
+    def _step(self, step: int, actual: Trained) -> list[Any]:
         """Forward and backward; what the module would return."""
         signature = self.program.signature
         held = {e.target: e.node for e in signature.inputs if e.kind == "buffer"}
@@ -254,7 +254,7 @@ class _Rank:
         for output in signature.outputs:
             value = output.constant if output.node is None else next(results)
             if output.kind == "mutation":
-                self.held[held[output.target]] = value.detach().clone()
+                self.tensors[held[output.target]] = value.detach().clone()
                 continue
             leaves.append(value)
             given.append(output.node)

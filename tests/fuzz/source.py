@@ -77,7 +77,7 @@ class _Fields(dict[str, Any]):
         self.update(n=len(shape), size=math.prod(shape), pick=self.pick, pick2=self.pick)
         if shape:
             self.update(b=shape[0], c=shape[min(1, len(shape) - 1)], h=shape[-1])
-        self.update(given=self.given, divisor=self.divisor)
+        self.update(given=self.as_given, divisor=self.divisor)
 
     def pick(self, *options: Any) -> Any:
         return self.draw.choice(options)
@@ -86,16 +86,16 @@ class _Fields(dict[str, Any]):
         able = [d for d in range(2, size) if size % d == 0]
         return self.draw.choice(able) if able else 1
 
-    def given(self, text: str, also: str = "") -> str:
+    def as_given(self, text: str, also: str = "") -> str:
         return self.maker.more_input(text, also)
 
     def __missing__(self, name: str) -> Any:
         if name in ("torch", "range", "min", "repr", "F"):
             raise KeyError(name)
-        self[name] = found = self._made(name)
+        self[name] = found = self._drawn(name)
         return found
 
-    def _made(self, name: str) -> Any:
+    def _drawn(self, name: str) -> Any:
         shape = self["shape"]
         match name:
             case "o":
@@ -191,19 +191,19 @@ class _Maker:
         self.used.append(step.op)
         return True
 
-    def _filled(self, one: Op, fields: _Fields) -> tuple[list[str], list[str]]:
+    def _filled(self, op: Op, fields: _Fields) -> tuple[list[str], list[str]]:
         def put(match: re.Match[str]) -> str:
             return str(eval(match[1], {"torch": torch, "repr": repr}, fields))
 
-        init = [_FIELD.sub(put, line) for line in one.init.split("\n") if line]
-        return init, [_FIELD.sub(put, line) for line in one.text.split("\n")]
+        init = [_FIELD.sub(put, line) for line in op.init.split("\n") if line]
+        return init, [_FIELD.sub(put, line) for line in op.text.split("\n")]
 
-    def _define(self, one: Op) -> None:
-        if one.define and one.define not in self.defined:
-            exec(one.define, self.env)
-            self.defined.append(one.define)
+    def _define(self, op: Op) -> None:
+        if op.define and op.define not in self.defined:
+            exec(op.define, self.env)
+            self.defined.append(op.define)
 
-    def _run(self, lines: list[str], into: str, one: Op) -> None:
+    def _run(self, lines: list[str], into: str, op: Op) -> None:
         state = torch.get_rng_state()
         held = {name: b.clone() for name, b in self.module.named_buffers()}
         kept = {n: v for n, v in vars(self.module).items() if isinstance(v, int | Tensor | None)}
@@ -215,16 +215,16 @@ class _Maker:
                 if name in held:
                     buffer.copy_(held[name])
         torch.set_rng_state(state)
-        if one.kind in ("op", FROM_IDS, "loss"):
+        if op.kind in ("op", FROM_IDS, "loss"):
             self._check(found)
         self.env[into] = found
 
-    def _check(self, found: Any) -> None:
-        if not isinstance(found, Tensor) or found.numel() > _MOST or not found.numel():
+    def _check(self, built: Any) -> None:
+        if not isinstance(built, Tensor) or built.numel() > _MOST or not built.numel():
             raise ValueError
-        if not found.dtype.is_floating_point or not found.isfinite().all():
+        if not built.dtype.is_floating_point or not built.isfinite().all():
             raise ValueError
-        if found.abs().max() > _LARGEST:
+        if built.abs().max() > _LARGEST:
             raise ValueError
 
     # -- the whole ---------------------------------------------------------------------------------
@@ -270,11 +270,11 @@ def build(case: Case, seed: int = 0) -> Built:
         return replace(made, habits=_fitting(made, case)) if case.habits else made
 
 
-def _fitting(made: Built, case: Case) -> tuple[tuple[str, str], ...]:
+def _fitting(built: Built, case: Case) -> tuple[tuple[str, str], ...]:
     """The habits of a case that fit its module: with which it trains, and its values stay small."""
 
     def session() -> Session:
-        fresh = run_text(made.text)
+        fresh = run_text(built.text)
         return Session(fresh.model, fresh.inputs)
 
     def trial(lines: Sequence[str]) -> bool:

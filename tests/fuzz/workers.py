@@ -38,16 +38,16 @@ class Team:
     """`size` processes that each get every case; with `gloo` they are ranks of one another."""
 
     def __init__(self, size: int = 1, gloo: bool = False) -> None:
-        self.size, self.gloo, self.given = size, gloo, 0
+        self.size, self.gloo, self.tasks_sent = size, gloo, 0
         self.processes: list[Any] = []
         self.pipes: list[Connection] = []
         self.folder: tempfile.TemporaryDirectory[str] | None = None  # where ranks meet
 
     def run(self, task: Task, timeout_s: float) -> Result:
         """What came of it. Starts the processes where there are none."""
-        if not self.processes or (self.gloo and self.given >= _RENEWED):
+        if not self.processes or (self.gloo and self.tasks_sent >= _RENEWED):
             self._start()
-        self.given += 1
+        self.tasks_sent += 1
         for pipe in self.pipes:
             pipe.send(task)
         answers = self._answers(timeout_s)
@@ -74,7 +74,7 @@ class Team:
 
     def _start(self) -> None:
         self.stop()
-        self.given, context = 0, multiprocessing.get_context("spawn")
+        self.tasks_sent, context = 0, multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory(prefix="autopar-fuzz-")
         store = str(Path(self.folder.name, "store"))
         for rank in range(self.size):

@@ -86,6 +86,7 @@ def tensors() -> dict[str, Tensor]:
     return {"x": torch.randn(8, 16), "y": torch.randn(8, 4)}
 
 
+@pytest.mark.slow_cells("Attributes")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_mapping_is_an_argument_and_a_result(kind: Callable[[Any], Any]) -> None:
     model, batch = Model(), kind(tensors())

@@ -151,6 +151,7 @@ def check_path(source: Layout, target: Layout) -> None:
     assert max(changed.values()) <= 2, [step.kind for step in reshard_steps(source, target)]
 
 
+@pytest.mark.slow_cells("x2.y3.z2", "x3.y2")
 @pytest.mark.parametrize("mesh", ["x2.y2", "x3.y2", "x2.y3.z2"])
 def test_every_path_keeps_the_value_and_the_gradient(mesh: str) -> None:
     draw = random.Random(mesh)
@@ -203,6 +204,7 @@ def factored(layout: Layout, mesh: Mesh) -> Layout:
     return Layout(mesh, layout.shape, tuple(states))
 
 
+@pytest.mark.slow_cells("x2.y8/x2.ya2.yb2.yc2", "y4.x3/ya2.yb2.x3")
 @pytest.mark.parametrize("meshes", ["x2.y6/x2.ya2.yb3", "y4.x3/ya2.yb2.x3", "x2.y8/x2.ya2.yb2.yc2"])
 def test_axes_that_are_one_jointly_take_the_path_of_one(meshes: str) -> None:
     """Step by step the same change of the same bytes over as many ranks, whatever they hold."""

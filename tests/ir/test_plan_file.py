@@ -35,6 +35,7 @@ def edited(data: Json, edit: Edit) -> autopar.Plan:
 
 
 # -- what was not edited ---------------------------------------------------------------------------
+@pytest.mark.slow_cells("gpt-auto", "gpt-megatron")
 @pytest.mark.parametrize(("example", "layout"), [(gpt, "auto"), (mlp, "4d"), (gpt, "megatron")])
 def test_a_plan_from_a_file_is_priced_as_it_was_planned(
     example: Callable[[], Example], layout: str

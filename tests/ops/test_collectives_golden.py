@@ -137,11 +137,11 @@ def sent(plan: Plan, call: Call) -> float:
 
 
 def by_kind(
-    found: Iterable[tuple[str, str, str, float]],
+    rows: Iterable[tuple[str, str, str, float]],
 ) -> dict[tuple[str, str, str], list[float]]:
     """Amounts by (phase, kind, axes), sorted; the panels of SUMMA, q of each block, added up."""
     amounts: dict[tuple[str, str, str], list[float]] = {}
-    for *key, amount in found:
+    for *key, amount in rows:
         amounts.setdefault(tuple(key), []).append(amount)  # type: ignore[arg-type]
     return {
         key: [sum(one)] if key[1] in ("broadcast", "reduce") else sorted(one)
@@ -171,6 +171,10 @@ def same_as_derived(calls: list[Call], expected: Iterable[Line]) -> None:
     assert not wanted - found, "is on the list, but does not run"
 
 
+@pytest.mark.slow_cells(
+    "block-Grid25D(q=2, d=1, panels=True)", "block-Grid25D(q=2, d=2, panels=True)",
+    "block-Grid3D(x=2, y=2, z=2)", "block-Grid4D(x=4, y=2, z=2, data=1)", "block-cp",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("model", "ranks", "layout", "expected"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES]
 )
@@ -184,6 +188,10 @@ def test_what_runs_is_what_was_derived(
 
 
 # -- against published figures ---------------------------------------------------------------------
+@pytest.mark.slow_cells(
+    "Grid2D(d1=16, d2=1, first='column')-7.5", "Grid2D(d1=2, d2=4, first='column')-10.0",
+    "Grid2D(d1=4, d2=2, first='column')-6.0", "Grid2D(d1=4, d2=4, first='column')-6.0",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("layout", "units"),
     [
@@ -218,6 +226,7 @@ FOUR_D = {("all_gather", "z"), ("reduce_scatter", "z")} | {
 }
 
 
+@pytest.mark.slow_cells("gpt2", "llama", "t5")
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "t5"])
 def test_4d_on_whole_models_moves_nothing_else(name: str, wire_calls: Any) -> None:
     """No activation is ever gathered, neither for norms nor between products: the only gathers are
@@ -232,6 +241,7 @@ def test_4d_on_whole_models_moves_nothing_else(name: str, wire_calls: Any) -> No
     assert all(c.words <= models.HIDDEN for c in calls if (c.kind, c.axes) in over_y)
 
 
+@pytest.mark.slow
 def test_4d_on_an_odd_chain_swaps_once(wire_calls: Any) -> None:
     """BERT's head has one product whose X and Y are both of the stream's width: its Y, of which x
     holds parts of sums and y slices, is gathered over y and scattered over x, and its gradient,
@@ -250,6 +260,7 @@ def test_4d_on_an_odd_chain_swaps_once(wire_calls: Any) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_products_that_share_an_operand_gather_it_once(wire_calls: Any) -> None:
     """Llama's q, k and v take one X, its gate and up another: 2.5D gathers each once, and scatters
     the sum of their gradients once; so does 4D sum it once.

@@ -48,7 +48,7 @@ def test_devices_of_a_graph_lose_their_numbers_and_are_no_part_of_its_name() -> 
 
 
 @pytest.mark.parametrize(
-    ("backends", "parameters", "found"),
+    ("backends", "parameters", "expected"),
     [
         ({}, CPU, "cpu"),
         ({"cpu": "gloo", "cuda": "gloo"}, CPU, "cpu"),
@@ -59,11 +59,14 @@ def test_devices_of_a_graph_lose_their_numbers_and_are_no_part_of_its_name() -> 
     ],
 )
 def test_a_rank_computes_where_its_backend_sends_from(
-    monkeypatch: pytest.MonkeyPatch, backends: dict[str, str], parameters: torch.device, found: str
+    monkeypatch: pytest.MonkeyPatch,
+    backends: dict[str, str],
+    parameters: torch.device,
+    expected: str,
 ) -> None:
     monkeypatch.setattr(ranks, "backends", lambda: backends)
     given = [torch.zeros(2, device=parameters)]
-    assert devices.of_rank(given, None) == torch.device(found)
+    assert devices.of_rank(given, None) == torch.device(expected)
 
 
 def test_a_device_that_the_group_does_not_send_from_is_refused(

@@ -45,6 +45,7 @@ CASES: list[tuple[str, dict[str, Any], bool, bool, bool]] = [
 ]
 
 
+@pytest.mark.slow_cells("3-sum-options1-False-False-True")
 @pytest.mark.parametrize(("mode", "options", "weighted", "ragged", "splits"), CASES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_bags_of_one_length_are_split_over_the_batch(

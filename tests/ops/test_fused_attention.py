@@ -85,6 +85,7 @@ def losses(program: Program, inputs: tuple[Tensor, ...]) -> list[float]:
     return lockstep.run(mesh, step)
 
 
+@pytest.mark.slow_cells("2.5d", "4d", "ddp", "megatron-sp", "megatron")
 @pytest.mark.usefixtures("on_kernels")
 @pytest.mark.parametrize("layout", ["ddp", "megatron", "megatron-sp", "atp", "4d", "2.5d"])
 def test_ranks_that_hold_the_same_heads_drop_the_same(layout: str) -> None:
@@ -125,6 +126,7 @@ def test_a_plan_for_gpus_holds_no_scores() -> None:
     assert gpus.memory.activations < cpus.memory.activations
 
 
+@pytest.mark.slow
 def test_a_graph_has_one_op_for_a_dropout_and_one_for_its_gradient() -> None:
     """Its mask took some hundred ops of int64 arithmetic each, forward and backward."""
     run = derived("ddp", autopar.World.of(4), ("schedule",), dropout=0.2)

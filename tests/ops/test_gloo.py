@@ -249,6 +249,7 @@ def _assert_trained(grads, code, layout, backend):
     assert "backward_inside = 2" in code, f"{layout} {backend}: {code}"
 
 
+@pytest.mark.slow
 def test_gloo_agrees_with_lockstep_and_one_device(tmp_path):
     runs = [("layers", "eager"), ("ops", "eager"), ("levels", "eager")]
     _assert_agree(tmp_path, [*runs, ("layers", "aot_eager"), ("levels", "aot_eager")])

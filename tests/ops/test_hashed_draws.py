@@ -79,9 +79,9 @@ def test_narrow_numbers_stay_below_one(dtype: torch.dtype) -> None:
     assert abs(numbers.double().mean() - 0.5) < 0.005
 
 
-def near(one: Tensor, other: Tensor) -> bool:
+def near(first: Tensor, other: Tensor) -> bool:
     """Whether two sets of normal numbers and of their squares are not correlated."""
-    products = one * other, (one.square() - 1) * (other.square() - 1) / 2
+    products = first * other, (first.square() - 1) * (other.square() - 1) / 2
     return all(abs(float(x.mean())) < 5 / N**0.5 for x in products)
 
 
@@ -124,6 +124,7 @@ def test_torch_knows_all_about_the_op() -> None:
     torch.library.opcheck(OP, ("normal", [0, 1], [3, 4], torch.float32, *rest))
 
 
+@pytest.mark.slow
 def test_it_is_compiled_where_a_gpu_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given = (0, 1), (4, 8), torch.float64, torch.tensor(7), [torch.tensor([1])]
     digits = [(("a", 4, 2),), ()], (8, 8)

@@ -180,6 +180,7 @@ LAYOUTS: list[tuple[World, Any]] = [
 ]
 
 
+@pytest.mark.slow_cells("*-ddp", "4-fsdp", "8-Grid4D(x=1, y=2, z=2, data=2)", "8-fsdp")
 @pytest.mark.parametrize(
     ("world", "layout"), LAYOUTS, ids=[f"{w.ranks}-{layout}" for w, layout in LAYOUTS]
 )
@@ -246,12 +247,12 @@ class Calls:
     """Bytes that rank 0 sends in a step on all ranks in lockstep, by group."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.found: list[tuple[str, str, int]] = []
+        self.sent: list[tuple[str, str, int]] = []
         exchange = lockstep._Run.exchange
 
         def recorded(run: Any, kind: str, x: Tensor, group: str) -> Tensor:
             if run._own.rank == 0:
-                self.found.append((kind, group, x.numel()))
+                self.sent.append((kind, group, x.numel()))
             return exchange(run, kind, x, group)
 
         monkeypatch.setattr(lockstep._Run, "exchange", recorded)
@@ -293,7 +294,7 @@ def test_what_goes_over_the_wire_is_what_was_priced(
 
     lockstep.run(plan.mesh, step)
     found: dict[str, int] = {}
-    for kind, group, _ in calls.found:
+    for kind, group, _ in calls.sent:
         call = f"{kind} {group.partition(f'{plan.mesh}/')[2]}"
         found[call] = found.get(call, 0) + 1
     assert found == expected

@@ -57,12 +57,14 @@ def seeds(module: fx.GraphModule) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.slow_cells("ddp-blocks")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_drops_what_one_device_drops(name: str, layout: str) -> None:
     named_or_refused(known(name), 4, layout)
 
 
+@pytest.mark.slow_cells("again", "attended", "between", "blocks", "masked", "normed", "twice")
 @pytest.mark.parametrize("name", NAMES)
 def test_so_does_any_plan(name: str) -> None:
     for seed in range(3):
@@ -70,6 +72,7 @@ def test_so_does_any_plan(name: str) -> None:
     known(name).at_random("x2.y3", 3)
 
 
+@pytest.mark.slow_cells("attended")
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_have_one_seed_and_other_dropouts_another(name: str) -> None:
     copies = 0
@@ -81,6 +84,7 @@ def test_copies_have_one_seed_and_other_dropouts_another(name: str) -> None:
     assert copies or name not in ("attended", "twice", "normed"), "no plan makes copies"
 
 
+@pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["ddp", "megatron"])
 def test_copies_in_blocks_that_run_again_have_it_too(layout: Any) -> None:
     model, inputs = dropping("blocks")
@@ -100,6 +104,7 @@ def right(facts: dict[str, dict[str, float]]) -> None:
         assert found and not wrong, wrong
 
 
+@pytest.mark.slow
 def test_scheduled_steps_drop_what_one_device_drops(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "scheduled", "outside", script="mask_ranks.py")
     seen = facts.pop("outside")["seen"]

@@ -387,6 +387,7 @@ def _assert_agree(tmp_path, backends):
         _assert_whole(GLOO, [output[backend, transposed] for output in outputs], transposed)
 
 
+@pytest.mark.slow
 def test_gloo_agrees_with_one_device(tmp_path):
     _assert_agree(tmp_path, ["eager"])
 

@@ -84,28 +84,28 @@ def kernel(name: str, *args: Any, note: str = "") -> Case:
     return Case(getattr(getattr(torch.ops, KERNEL), name).default, args, note=note)
 
 
-def found(case: Case) -> OpShardingRule | None:
+def probed_rule(case: Case) -> OpShardingRule | None:
     _, node = graph_of(case)
     assert rule_of(node) is None, f"{case.name} has a rule: this tests nothing"
     return probe(node, {})
 
 
-def in_words(spec: OpShardingRule | None) -> str:
+def in_words(rule: OpShardingRule | None) -> str:
     """The dims of operands and results that may be split: "a _, a _ -> a _"; "" without a rule."""
-    if spec is None:
+    if rule is None:
         return ""
     letters: dict[str, str] = {}
 
     def text(dims: Any) -> str:
         words = []
         for names in dims or ():
-            kept = [n for n in names if spec.splittable(n)]
+            kept = [n for n in names if rule.splittable(n)]
             words.append(letters.setdefault(kept[0], "abcdef"[len(letters)]) if kept else "_")
         return " ".join(words)
 
     sides = [
         ", ".join("-" if d is None else text(d) for d in side)
-        for side in (spec.operands, spec.results)
+        for side in (rule.operands, rule.results)
     ]
     return f"{sides[0]} -> {sides[1]}"
 
@@ -137,7 +137,7 @@ ATEN = [
     ("case", "words"), ATEN, ids=lambda x: x.name if isinstance(x, Case) else ""
 )
 def test_the_dims_that_may_be_split(case: Case, words: str) -> None:
-    assert in_words(found(case)) == words
+    assert in_words(probed_rule(case)) == words
 
 
 CUSTOM = [
@@ -160,7 +160,7 @@ CUSTOM = [
     ("name", "args", "words"), CUSTOM, ids=lambda x: x if isinstance(x, str) else ""
 )
 def test_the_dims_of_custom_ops(name: str, args: tuple[Any, ...], words: str) -> None:
-    assert in_words(found(kernel(name, *args))) == words
+    assert in_words(probed_rule(kernel(name, *args))) == words
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_dims_of_custom_ops(name: str, args: tuple[Any, ...], words: str) ->
     ids=lambda case: case.name,
 )
 def test_random_ops_are_refused(case: Case) -> None:
-    assert found(case) is None
+    assert probed_rule(case) is None
 
 
 def test_one_tensor_passed_twice_is_two_operands() -> None:
@@ -227,7 +227,7 @@ LARGE = [
     ("case", "words"), LARGE, ids=lambda x: x.name if isinstance(x, Case) else ""
 )
 def test_large_operands_are_tried_with_smaller_dims(case: Case, words: str) -> None:
-    spec = found(case)
+    spec = probed_rule(case)
     assert in_words(spec) == words
     if spec is not None:
         shapes = [tuple(spec.sizes[name] for (name,) in dims) for dims in spec.operands if dims]
@@ -246,11 +246,12 @@ WINDOWED = [
 ]
 
 
+@pytest.mark.slow_cells("shift-args0-a _ b -> a _ b")
 @pytest.mark.parametrize(("name", "args", "words"), WINDOWED)
 def test_a_dim_on_which_an_argument_acts_stays_whole(
     name: str, args: tuple[Any, ...], words: str
 ) -> None:
-    assert in_words(found(kernel(name, *args))) == words
+    assert in_words(probed_rule(kernel(name, *args))) == words
 
 
 def test_a_large_op_that_draws_is_refused() -> None:
@@ -265,7 +266,7 @@ def test_a_large_op_that_draws_is_refused() -> None:
 )
 def test_shards_compute_what_one_device_computes(case: Case) -> None:
     traced = trace(case)
-    assert traced.spec.found == "probe"
+    assert traced.rule.source == "probe"
     whole = on_one_device(traced)
     for mesh, cut in (("x2", True), ("x3", False), ("x2.y2", False)):
         for strategy in sample(traced.strategies(mesh, cut), 8, case.name):

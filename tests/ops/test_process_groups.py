@@ -27,6 +27,7 @@ from launch import RANK_SCRIPTS, environment
 LAYOUTS = ("fsdp", "megatron-sp", "4d", "2.5d")
 
 
+@pytest.mark.slow_cells("gpt-2.5d", "gpt-4d", "gpt-megatron-sp", "t5-fsdp")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("gpt", layout) for layout in LAYOUTS] + [("t5", "fsdp")],
@@ -75,6 +76,7 @@ def test_a_group_that_is_not_open_is_refused() -> None:
 SECONDS = 200  # a quiet machine needs six
 
 
+@pytest.mark.slow_cells("destroyed", "running")
 @pytest.mark.parametrize("end", ["destroyed", "running"])
 def test_no_thread_is_left_when_python_ends(tmp_path: Path, end: str) -> None:
     script = str(RANK_SCRIPTS / "exit_ranks.py")
@@ -142,6 +144,7 @@ def test_a_killed_rank_is_named(killed: dict[str, list[Any]], name: str) -> None
         assert re.search(r"\[(Connection|Read error).*\]$", rank["seen"]), "gloo's own words"
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_within_the_timeout(late: dict[str, list[Any]]) -> None:
     """Groups of a grid have the default group's timeout."""
     *others, stopped = late["stopped"]

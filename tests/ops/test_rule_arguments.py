@@ -23,7 +23,7 @@ NEVER = {
 }  # fmt: skip
 
 
-def given(case: Case) -> set[str]:
+def argument_names(case: Case) -> set[str]:
     """The arguments of a case that have another value than their default."""
     found = set()
     for place, argument in enumerate(case.target._schema.arguments):
@@ -45,6 +45,6 @@ def wanted(target: Any) -> set[str]:
 def test_every_argument_of_a_rule_has_a_case_with_another_value_than_its_default() -> None:
     tried: dict[Any, set[str]] = {}
     for case in (*CASES, *GENERATED):
-        tried.setdefault(case.target, set()).update(given(case))
+        tried.setdefault(case.target, set()).update(argument_names(case))
     missing = {str(t): sorted(wanted(t) - tried.get(t, set())) for t in TABLE}
     assert not {t: names for t, names in missing.items() if names}

@@ -38,6 +38,11 @@ def test_every_line_of_the_table_has_a_case() -> None:
     assert not missing, f"ops in the table without a case here: {sorted(map(str, missing))}"
 
 
+@pytest.mark.slow_cells(
+    "aten.conv_transpose1d.default/dilated, no batch",
+    "aten.conv_transpose2d.input/dilated, no batch",
+    "aten.conv_transpose3d.input/dilated, no batch", "aten.index_put.default",
+)  # fmt: skip
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_shards_compute_what_one_device_computes(case: Case) -> None:
     traced = trace(case)
@@ -220,7 +225,7 @@ def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layo
         wanted.mesh,
         [None if n is None else shape_of(n.meta["val"]) for n in operands_of(traced.node)],
     )
-    reached, operands = push_back_layouts(traced.spec, wanted, result, tuple(shapes))
+    reached, operands = push_back_layouts(traced.rule, wanted, result, tuple(shapes))
     results = [Layout(mesh, shape_of(v), (R,) * len(mesh.axes)) for v in results_of(traced.node)]
     results[result] = reached
     module = emitted(traced, Strategy((), operands, tuple(results), 1), mesh)
@@ -238,6 +243,11 @@ def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layo
     return reached, lockstep.run(mesh, rank_fn)
 
 
+@pytest.mark.slow_cells(
+    "aten.conv_transpose1d.default/dilated, no batch",
+    "aten.conv_transpose2d.input/dilated, no batch",
+    "aten.conv_transpose3d.input/dilated, no batch",
+)  # fmt: skip
 @pytest.mark.parametrize("case", [*CASES, *GENERATED], ids=lambda case: case.name)
 def test_a_wish_is_pushed_back_to_the_operands(case: Case) -> None:
     traced, draw = trace(without_gradients(case)), random.Random(case.name)

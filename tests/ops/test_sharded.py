@@ -80,7 +80,7 @@ def test_norms(digits, norm):
     dy = _random((3, 2, 24), "dy")
     used = {"layer": 3, "layer without bias": 2, "layer bare": 1, "rms": 2, "rms bare": 1}[norm]
 
-    def one(x, weight=None, bias=None):
+    def on_one_device(x, weight=None, bias=None):
         if norm.startswith("rms"):
             return F.rms_norm(x, (24,), weight, 1e-5)
         return F.layer_norm(x, (24,), weight, bias, 1e-5)
@@ -97,7 +97,7 @@ def test_norms(digits, norm):
         return y, *[t.grad for t in own]
 
     whole = (x, weight, bias)[:used]
-    y = one(*whole)
+    y = on_one_device(*whole)
     grads = torch.autograd.grad(y, whole, dy)
     for rank, got in enumerate(lockstep.run(MESH, rank_fn)):
         for mine, all_of_it in zip(got, (y, *grads), strict=True):
@@ -377,6 +377,7 @@ def test_dropout_is_an_op_that_torch_knows_all_about():
     assert torch.autograd.gradcheck(lambda x: torch.ops.autopar.dropout(x, *given), (x,))
 
 
+@pytest.mark.slow
 def test_dropout_as_a_gpu_runs_it_is_compiled_within_the_op(monkeypatch):
     x = _random((4, 8), "x").requires_grad_()
     given = 0.4, torch.tensor(7), [torch.tensor([1])], [(("a", 4, 2),), ()], (8, 8)

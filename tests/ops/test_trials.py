@@ -51,13 +51,13 @@ def own(backward: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Tensor]], li
     return lambda tensors: [_Own.apply(tensors[0], backward)]
 
 
-def split_dims(spec: OpShardingRule | None) -> list[int]:
+def split_dims(rule: OpShardingRule | None) -> list[int]:
     """The dims of the first operand that may be split."""
-    if spec is None:
+    if rule is None:
         return []
-    dims = spec.operands[0]
+    dims = rule.operands[0]
     assert dims is not None
-    return [dim for dim, names in enumerate(dims) if spec.splittable(names[0])]
+    return [dim for dim, names in enumerate(dims) if rule.splittable(names[0])]
 
 
 BACKWARDS = {

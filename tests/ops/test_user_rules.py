@@ -138,6 +138,7 @@ class Own(nn.Module):
         return product(product(x, self.up).relu(), self.down).square().mean()
 
 
+@pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "fsdp", autopar.Grid2D(2, 2)])
 def test_a_model_of_own_products_is_right_under_every_layout(layout: Any) -> None:
     autopar.rule(product, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")

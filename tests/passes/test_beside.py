@@ -25,6 +25,7 @@ def facts(tmp_path_factory: Any) -> Any:
     return launched(folder, 2, "beside", "no loss", script="beside_ranks.py")
 
 
+@pytest.mark.slow
 def test_a_gradient_of_what_is_beside_the_loss_is_right(facts: Any) -> None:
     """Where it is asked for first the graph runs once more; then it is part of the backward."""
     found = facts["beside"]

@@ -18,6 +18,7 @@ from derived import arrived, called, derived, passed, placed, ran, scheduled
 aten = torch.ops.aten
 
 
+@pytest.mark.slow_cells("fsdp-forward")
 @pytest.mark.parametrize(("layout", "phase"), [("ddp", "backward"), ("fsdp", "forward")])
 def test_small_collectives_are_joined(layout: str, phase: str) -> None:
     world = autopar.World.of(4)
@@ -121,10 +122,10 @@ def joined(graph: fx.Graph, world: autopar.World, phase: Phase) -> fx.Graph:
     return found
 
 
-def both(graph: fx.Graph, given: list[list[Tensor]]) -> list[Any]:
+def both(graph: fx.Graph, samples: list[list[Tensor]]) -> list[Any]:
     """What the graph gives on both ranks of a node, node by node; the other node has the same."""
     known: list[dict[fx.Node, Any]] = [{}, {}]
-    inputs = [iter(tensors) for tensors in given]
+    inputs = [iter(tensors) for tensors in samples]
     for node in graph.nodes:
         if node.op == "placeholder":
             for values, left in zip(known, inputs, strict=True):

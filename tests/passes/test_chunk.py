@@ -107,14 +107,14 @@ def chunked(
 
 
 # -- a wire for derived graphs: every rank of the group at once ------------------------------------
-def ran(graph: fx.Graph, given: list[list[Any]]) -> list[Any]:
+def ran(graph: fx.Graph, inputs: list[list[Any]]) -> list[Any]:
     """What the graph gives on every rank, node by node."""
-    envs: list[dict[fx.Node, Any]] = [{} for _ in given]
-    places = iter(range(len(given[0])))
+    envs: list[dict[fx.Node, Any]] = [{} for _ in inputs]
+    places = iter(range(len(inputs[0])))
     for node in graph.nodes:
         if node.op == "placeholder":
             place = next(places)
-            for env, values in zip(envs, given, strict=True):
+            for env, values in zip(envs, inputs, strict=True):
                 env[node] = values[place]
         elif node.op == "output":
             return [fx.node.map_arg(node.args[0], env.__getitem__) for env in envs]
@@ -135,11 +135,13 @@ def received(node: fx.Node, sent: list[Any], rank: int) -> Any:
     if isinstance(sent[0][0], list):
         single = [[(values, *args[1:]) for values in args[0]] for args in sent]
         pieces = zip(*single, strict=True)
-        return [one(name.removesuffix("_coalesced"), list(p), ranks, rank) for p in pieces]
-    return one(name, sent, ranks, rank)
+        return [
+            received_part(name.removesuffix("_coalesced"), list(p), ranks, rank) for p in pieces
+        ]
+    return received_part(name, sent, ranks, rank)
 
 
-def one(name: str, sent: list[Any], ranks: Any, rank: int) -> Any:
+def received_part(name: str, sent: list[Any], ranks: Any, rank: int) -> Any:
     values = [sent[other][0] for other in ranks]
     place = list(ranks).index(rank)
     if name == "all_reduce":
@@ -181,10 +183,10 @@ def widened(graph: fx.Graph) -> fx.Graph:
     return found
 
 
-def same(found: fx.Graph, graph: fx.Graph) -> bool:
+def same(actual: fx.Graph, graph: fx.Graph) -> bool:
     """Whether two graphs give the same numbers, but for rounding."""
     given = inputs(graph)
-    pairs = zip(ran(widened(found), given), ran(widened(graph), copy.deepcopy(given)), strict=True)
+    pairs = zip(ran(widened(actual), given), ran(widened(graph), copy.deepcopy(given)), strict=True)
     return all(
         torch.allclose(one, other, rtol=1e-10, atol=1e-10, equal_nan=True)
         for values in pairs
@@ -194,6 +196,7 @@ def same(found: fx.Graph, graph: fx.Graph) -> bool:
 
 
 # -- numbers ---------------------------------------------------------------------------------------
+@pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", CASES)
 def test_pieces_give_the_same_numbers(layout: str) -> None:
     """Also in buckets, in the order of the schedule, and written in place."""
@@ -247,6 +250,7 @@ CUT: dict[tuple[str, Phase], dict[str, int]] = {
 }
 
 
+@pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", CASES)
 def test_what_is_cut(layout: str) -> None:
     """Collectives between products; neither those of norms nor gradients, nor what no product of
@@ -397,7 +401,7 @@ def test_products_have_the_flops_that_torch_counts() -> None:
     graph, seen = graph_of(derived("megatron"), "backward"), 0
     for node in graph.nodes:
         if node.target in PRODUCTS:
-            args = fx.node.map_arg(node.args, lambda given: given.meta["val"])
+            args = fx.node.map_arg(node.args, lambda node: node.meta["val"])
             count = flop_registry[node.target.overloadpacket]
             assert flops(node) == count(*args, out_val=node.meta["val"]) > 0
             seen += 1

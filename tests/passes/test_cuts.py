@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar import _compat
 from autopar.passes.overlap import chunk_units
-from autopar.passes.overlap.chunk_units import Cut, through
+from autopar.passes.overlap.chunk_units import Cut, result_cut
 from derived import called
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def moved(draw: random.Random, graph: fx.Graph, source: fx.Node, own: Cut, *rest
     else:
         target, args = aten.clone.default, ()
     node = called(graph, target, (source, *args))
-    onward = through(node, source, own, pieces)
+    onward = result_cut(node, source, own, pieces)
     if onward is not None and kind == "view":
         smaller = list(args[0])
         smaller[onward.dim] //= pieces
@@ -90,11 +90,11 @@ def test_a_residual_stream_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> 
     """It leads from every product past all later ones: the search was quadratic in layers."""
     steps = []
 
-    def counted(*given: Any) -> Cut | None:
+    def counted(*arguments: Any) -> Cut | None:
         steps[-1] += 1
-        return through(*given)
+        return result_cut(*arguments)
 
-    monkeypatch.setattr(chunk_units, "through", counted)
+    monkeypatch.setattr(chunk_units, "result_cut", counted)
     for layers in (20, 40):
         steps.append(0)
         graph = fx.Graph()

@@ -16,7 +16,7 @@ import autopar
 from autopar import TraceError
 from autopar.ir.graph import module_path
 from autopar.passes.trace import derivative_ops, derivatives, export, original, trace
-from derivative_models import MODELS, Differentiated, derivative, made, mlp
+from derivative_models import MODELS, Differentiated, derivative, mlp, model_and_inputs
 
 aten = torch.ops.aten
 
@@ -27,14 +27,18 @@ def ops_of(program: Any) -> collections.Counter[str]:
     )
 
 
+@pytest.mark.slow_cells(
+    "a step of MAML", "attention", "convolutions", "forces", "gradient penalty", "jacobians",
+    "jvp", "laplacian", "vmap of grad",
+)  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_compute_what_one_device_does(name: str) -> None:
-    model, inputs = made(name)
+    model, inputs = model_and_inputs(name)
     autopar.verify(model, 2, inputs, layout="megatron" if len(name) % 2 else "fsdp")
 
 
 def test_no_operator_that_only_derivatives_have_is_left_without_a_rule() -> None:
-    ops = ops_of(trace(*made("convolutions")))
+    ops = ops_of(trace(*model_and_inputs("convolutions")))
     rare = [op for op in ops if "convolution" in op or "native" in op or "norm_backward" in op]
     assert rare == ["aten._native_batch_norm_legit_functional.default"]
 
@@ -69,11 +73,13 @@ def without_gradients(net: Any, x: Tensor) -> Tensor:
 CALLS = (gated, per_sample, without_graph, without_gradients)
 
 
+@pytest.mark.slow_cells("per_sample", "without_gradients")
 @pytest.mark.parametrize("call", CALLS)
 def test_the_detaches_of_the_user_stay(call: Callable[..., Any]) -> None:
     trace(Differentiated(mlp(2, 8, 1), call), (torch.rand(4, 2),))
 
 
+@pytest.mark.slow_cells("per_sample")
 @pytest.mark.parametrize("call", CALLS)
 def test_a_detach_that_is_lost_is_found(
     call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -88,18 +94,19 @@ def run_alone(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
     return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.slow_cells("a step of MAML")
 @pytest.mark.parametrize("name", ["burgers", "a step of MAML"])
 def test_a_detach_of_autograd_that_is_kept_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(derivatives, "_join_saved", lambda graph: None)
     with pytest.raises(TraceError, match="not what the model computes: gradient of net"):
-        trace(*made(name))
+        trace(*model_and_inputs(name))
 
 
 def test_a_zero_weight_hides_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its gradients are zero on its own values."""
-    model, inputs = made("burgers")
+    model, inputs = model_and_inputs("burgers")
     nn.init.zeros_(model.net[-1].weight)
     monkeypatch.setattr(derivatives, "_join_saved", lambda graph: None)
     with pytest.raises(TraceError, match="not what the model computes"):
@@ -150,17 +157,17 @@ def test_a_trace_has_the_facts_that_export_gives() -> None:
 
 
 def test_a_model_on_the_meta_device_is_traced_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, inputs = made("a step of MAML")
+    model, inputs = model_and_inputs("a step of MAML")
     expected = ops_of(trace(model, inputs))
     assert ops_of(trace(model.to("meta"), inputs)) == expected
-    model, inputs = made("burgers")
+    model, inputs = model_and_inputs("burgers")
     monkeypatch.setattr(derivatives, "_join_saved", lambda graph: None)
     with pytest.raises(TraceError, match="not what the model computes"):
         trace(model.to("meta"), tuple(x.to("meta") for x in inputs))
 
 
 def test_casts_of_autocast_are_in_the_graph_once() -> None:
-    model, inputs = made("forces")
+    model, inputs = model_and_inputs("forces")
     with torch.autocast("cpu", torch.bfloat16):
         program = trace(model, inputs)
         original.compare_original(model, program, (inputs, {}), 1.0)
@@ -176,7 +183,7 @@ def test_other_models_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
     mapped = Differentiated(mlp(2, 8, 1), lambda net, x: torch.func.vmap(net)(x).mean())
     trace(mapped, (torch.rand(4, 2),))
     with pytest.raises(TraceError, match="traced below autograd"):
-        trace(*made("burgers"))
+        trace(*model_and_inputs("burgers"))
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -234,7 +241,7 @@ def test_what_has_no_graph_is_refused_by_name(call: Callable[..., Any]) -> None:
 def test_what_is_too_large_to_be_compared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(original, "_DERIVATIVE_FLOPS", 1e3)
     with pytest.raises(TraceError, match=r"too large .* a step takes [\d.]+e\+05 FLOPs, at most"):
-        trace(*made("burgers"))
+        trace(*model_and_inputs("burgers"))
 
 
 # -- operators that only derivatives have ----------------------------------------------------------
@@ -268,6 +275,7 @@ class Recurrent(nn.Module):
         return force.square().mean()
 
 
+@pytest.mark.slow_cells("auto")
 @pytest.mark.parametrize("layout", ["auto", "fsdp"])
 def test_a_recurrent_net_may_be_differentiated(layout: str) -> None:
     enabled = torch.backends.mkldnn.enabled

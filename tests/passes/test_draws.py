@@ -63,6 +63,9 @@ DRAWS = (
 )
 
 
+@pytest.mark.slow_cells(
+    "Dropout1d(p=0.25, inplace=False)", "FeatureAlphaDropout(p=0.25, inplace=False)",
+)  # fmt: skip
 @pytest.mark.parametrize(
     "module", [nn.Dropout1d(0.25), nn.AlphaDropout(0.25), nn.FeatureAlphaDropout(0.25)], ids=str
 )
@@ -84,6 +87,9 @@ def inputs() -> tuple[Tensor]:
     return (torch.randn(8, 4, 16),)
 
 
+@pytest.mark.slow_cells(
+    "fsdp-stochastic_depth", "fsdp-stochastic_depth_by_bernoulli", "megatron-stochastic_depth",
+)  # fmt: skip
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
 @pytest.mark.parametrize("layout", ["megatron", "fsdp"])
 def test_every_layout_draws_the_same(draw: Callable[[Tensor], Tensor], layout: str) -> None:
@@ -158,6 +164,7 @@ def leaking(x: Tensor) -> Tensor:
 USES = (two_masks, counts, by_a_tensor, reparametrised, noised, chosen, shuffled, sampled, leaking)
 
 
+@pytest.mark.slow_cells("chosen", "noised", "sampled")
 @pytest.mark.parametrize("draw", USES, ids=lambda draw: draw.__name__)
 def test_other_uses_are_the_same_in_every_layout(draw: Callable[[Tensor], Tensor]) -> None:
     number = USES.index(draw)
@@ -250,12 +257,12 @@ def test_draws_of_one_graph_differ_and_so_do_calls() -> None:
     assert float((one * other).mean()) < 0.5
 
 
-def distance(found: Tensor, wanted: Tensor) -> float:
+def distance(actual: Tensor, wanted: Tensor) -> float:
     """The largest difference of the two samples' shares of numbers up to any one."""
-    found, wanted = found.double().sort().values, wanted.double().sort().values
-    assert found.shape == wanted.shape
-    both = torch.cat((found, wanted)).unique()
-    shares = (torch.searchsorted(x, both, right=True) / len(x) for x in (found, wanted))
+    actual, wanted = actual.double().sort().values, wanted.double().sort().values
+    assert actual.shape == wanted.shape
+    both = torch.cat((actual, wanted)).unique()
+    shares = (torch.searchsorted(x, both, right=True) / len(x) for x in (actual, wanted))
     return float((next(shares) - next(shares)).abs().max())
 
 
@@ -303,6 +310,7 @@ RECURRENT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow_cells("gru", "lstm", "projected")
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_drop_between_them(name: str) -> None:
     """Without dropout, an op for each layer is the op of all."""
@@ -339,6 +347,7 @@ def test_recurrent_layers_that_drop_nothing_stay() -> None:
 
 
 # -- micro-batches ---------------------------------------------------------------------------------
+@pytest.mark.slow_cells("noised")
 @pytest.mark.parametrize("draw", [noised, reparametrised, masked], ids=lambda draw: draw.__name__)
 def test_parts_of_a_step_are_the_step_but_for_their_numbers(
     draw: Callable[[Tensor], Tensor],

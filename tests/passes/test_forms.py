@@ -86,6 +86,7 @@ def targets(plan: Plan) -> list[object]:
     return [node.target for node in plan.context.program.module.graph.nodes]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", ["ddp", "megatron", "4d"])
 def test_products_take_the_form_that_gains(layout: str) -> None:
     model, args, _ = models.gpt()
@@ -106,6 +107,7 @@ def test_where_nothing_gains_nothing_changes() -> None:
     assert targets(plan) == targets(plain)
 
 
+@pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "4d"])
 def test_it_computes_what_one_device_does(layout: str) -> None:
     model, args, _ = models.gpt()

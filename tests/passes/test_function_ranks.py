@@ -10,6 +10,7 @@ from test_functions import KINDS
 from launch import launched
 
 
+@pytest.mark.slow
 def test_two_functions_on_ranks(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "few", script="function_ranks.py")["few"]
     assert len(facts) == 4

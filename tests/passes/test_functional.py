@@ -60,6 +60,7 @@ def lines(graph: fx.Graph) -> list[str]:
     ]
 
 
+@pytest.mark.slow_cells("<lambda>", "bert", "gpt", "llama")
 @pytest.mark.parametrize("build", [calls, gpt, lambda: gpt(0.1), bert, llama])
 def test_same_as_torchs_decomposition(build: Callable[[], Example]) -> None:
     program = exported(build())

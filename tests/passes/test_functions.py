@@ -178,6 +178,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
+@pytest.mark.slow_cells("listed", "mixed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_traced_function_has_its_own_gradient(kind: str) -> None:
     model = Net(KINDS[kind])
@@ -193,6 +194,7 @@ def test_verify_holds_a_function_under_layouts(kind: str) -> None:
     autopar.verify(Net(KINDS[kind]), 2, (rows(),), layout=layout)
 
 
+@pytest.mark.slow_cells("reentrant", "several")
 @pytest.mark.parametrize("kind", ["straight through", "several", "listed", "reentrant"])
 def test_what_dynamo_captures_has_the_gradient_too(kind: str) -> None:
     model, found = Net(KINDS[kind]), {}
@@ -235,7 +237,7 @@ def test_a_large_function_is_split_by_what_a_smaller_trial_says() -> None:
     def factors(function: Any) -> list[int]:
         x = torch.empty(64, 512, 2048, device="meta")
         notes = annotate.annotate(trace.trace(Large(function), (x,))).annotations
-        (spec,) = (s for s in notes.specs.values() if s.found != "rule")
+        (spec,) = (s for s in notes.specs.values() if s.source != "rule")
         return [size for name, size in spec.sizes.items() if spec.splittable(name)]
 
     assert factors(lambda x: kept(x, 4)) == [64, 512, 2048]

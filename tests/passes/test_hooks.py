@@ -182,6 +182,7 @@ def test_a_hook_of_a_parameter_is_refused(kind: str) -> None:
     assert "cannot be one graph: parameter up.weight has the hook" in refused(model)
 
 
+@pytest.mark.slow_cells("offloaded")
 @pytest.mark.parametrize("body", [looked_at, offloaded])
 def test_what_changes_no_gradient_is_traced(body: Callable[[Tensor], Tensor]) -> None:
     model = Net(body)

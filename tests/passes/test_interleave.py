@@ -9,12 +9,13 @@ import torch
 
 import autopar
 import models
-from autopar.cli.targets import NAMED, Gpt
-from autopar.cost.simulator import in_turns, simulate, timeline
+from autopar.cost.simulator import interleave, simulate, timeline
 from autopar.cost.simulator.engine import Event
 from autopar.passes.interleave import interleaved
+from autopar.tools.targets import NAMED, Gpt
 
 
+@pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "fsdp"])
 def test_each_part_has_its_own_nodes_and_weights_are_gathered_once(layout: str) -> None:
     model, args, _ = models.gpt()
@@ -46,9 +47,10 @@ def test_one_part_computes_while_the_other_communicates() -> None:
         events += [sent, compute._replace(after=(2 * number + 1,))]
     alone = simulate(events).seconds
     assert alone == pytest.approx(9.0)
-    assert in_turns(events).seconds == pytest.approx(10.0)
+    assert interleave(events).seconds == pytest.approx(10.0)
 
 
+@pytest.mark.slow
 def test_a_plan_takes_turns_where_that_is_faster() -> None:
     sizes = dataclasses.replace(NAMED["gpt2"], width=4096, heads=32, layers=2, context=2048)
     with torch.device("meta"):

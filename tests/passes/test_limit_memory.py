@@ -30,7 +30,7 @@ def scheduled(plan: autopar.Plan) -> Scheduled:
     return run
 
 
-def held(run: Scheduled) -> dict[str, float]:
+def peak_bytes(run: Scheduled) -> dict[str, float]:
     assert run.forward is not None and run.backward is not None
     given = run.forward.graph.find_nodes(op="placeholder")
     step = StepMemory(float(sum(map(bytes_of, given))), saved_by(run.forward.graph), True)
@@ -38,6 +38,7 @@ def held(run: Scheduled) -> dict[str, float]:
     return {name: graph_peak_bytes(graph, step) for name, graph in graphs.items()}
 
 
+@pytest.mark.slow_cells("gathers")
 @pytest.mark.parametrize("recompute", ["none", "gathers"])
 def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     """Where weights outweigh activations, a schedule without a bound would hold all gathers."""
@@ -47,17 +48,18 @@ def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     plan = autopar.plan(model, 4, (tokens, tokens), "fsdp", recompute=recompute, smaller=False)
     assert plan.memory is not None
     bound = plan.memory.peak - plan.memory.optimizer
-    found = held(scheduled(plan))
+    found = peak_bytes(scheduled(plan))
     assert max(found.values()) <= 1.01 * bound
     if recompute == "none":  # they are held anyway
         return
     program = plan.context.program
     free = dataclasses.replace(plan, memory=None)
     ready = dataclasses.replace(plan.context, program=dataclasses.replace(program, plan=free))
-    unbound = held(scheduled(dataclasses.replace(free, context=ready)))
+    unbound = peak_bytes(scheduled(dataclasses.replace(free, context=ready)))
     assert unbound["backward"] > 1.1 * bound
 
 
+@pytest.mark.slow
 def test_where_there_is_no_room_every_collective_is_waited_for() -> None:
     """At every call, and the gradients of results beside the loss are autograd's own."""
     model, args, _ = models.gpt()

@@ -26,6 +26,7 @@ def run(status: int = 0, **options: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_a_line_and_a_file_a_pass(tmp_path: Path) -> None:
     said = run(AUTOPAR_LOG="debug", AUTOPAR_DUMP=str(tmp_path / "new"))
     lines = [line for line in said.splitlines() if line.startswith("autopar rank 0: ")]
@@ -38,15 +39,21 @@ def test_a_line_and_a_file_a_pass(tmp_path: Path) -> None:
     assert ">> " in text and "float32 8×4 of 8×16 tp:S(1)" in text
 
 
+@pytest.mark.slow
 def test_other_ranks_are_silent(tmp_path: Path) -> None:
     said = run(AUTOPAR_LOG="debug", AUTOPAR_DUMP=str(tmp_path / "new"), RANK="1")
     assert "autopar rank" not in said and not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_where_nothing_is_asked(tmp_path: Path) -> None:
     assert "autopar rank" not in run()
 
 
+@pytest.mark.slow_cells(
+    "AUTOPAR_DUMP-/dev/null/x-AUTOPAR_DUMP=/dev/null/x",
+    "AUTOPAR_LOG-loud-AUTOPAR_LOG=loud: it is debug, info, warning or error",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -92,6 +92,10 @@ MODELS = {
 }
 
 
+@pytest.mark.slow_cells(
+    "dropping bert", "gemma3", "gpt2", "llama", "mistral", "packed gemma3", "packed llama",
+    "padded bert", "padded llama", "qwen3",
+)  # fmt: skip
 @pytest.mark.parametrize("name", MODELS)
 def test_what_masks_of_transformers_say(name: str) -> None:
     make, expected = MODELS[name]
@@ -117,12 +121,14 @@ def test_a_model_that_does_not_take_the_mask_of_a_trace_is_told_which_to_give() 
 PLANS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, y=2), "cp": "cp"}
 
 
+@pytest.mark.slow_cells("packed gemma3-4d", "packed gemma3-cp", "padded bert-4d", "qwen3-*")
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", ["packed gemma3", "padded bert", "qwen3"])
 def test_described_masks_in_every_rank(name: str, layout: str) -> None:
     same_on_ranks(name, layout)
 
 
+@pytest.mark.slow_cells("mistral-*", "packed gemma3-4d", "packed llama-*", "padded bert-*")
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", ["packed gemma3", "padded bert", "mistral", "packed llama"])
 @pytest.mark.usefixtures("in_blocks")
@@ -150,9 +156,9 @@ def test_blocks_where_they_pay(case: str) -> None:
     """Attention is computed in blocks where it is long and they skip much, or its mask is large."""
     tokens, band, expected = LENGTHS[case]
 
-    def make(segment: Tensor, kept: Tensor) -> Tensor:
+    def make(segment: Tensor, valid: Tensor) -> Tensor:
         i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
-        mask = kept[:, None, None, :].expand(-1, 1, tokens, -1)
+        mask = valid[:, None, None, :].expand(-1, 1, tokens, -1)
         if band.after is not None:
             mask = mask & (j <= i + band.after)
         return mask if band.before is None else mask & (j >= i - band.before)
@@ -173,16 +179,16 @@ class Tree(nn.Module):
         super().__init__()
         self.seed = seed
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, kept: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, valid: Tensor) -> Tensor:
         dice = random.Random(self.seed)
-        mask = _condition(dice, segment, kept)
+        mask = _condition(dice, segment, valid)
         for _ in range(dice.randrange(3)):
-            other = _condition(dice, segment, kept)
+            other = _condition(dice, segment, valid)
             mask = dice.choice([torch.logical_and, torch.bitwise_and])(mask, other)
         return F.scaled_dot_product_attention(q, k, v, mask)
 
 
-def _condition(dice: random.Random, segment: Tensor, kept: Tensor) -> Tensor:
+def _condition(dice: random.Random, segment: Tensor, valid: Tensor) -> Tensor:
     i, j = torch.arange(SIZE)[:, None], torch.arange(SIZE)
     step = dice.randrange(-3, 4)
     compare = dice.choice([torch.le, torch.lt, torch.ge, torch.gt, torch.eq, torch.ne])
@@ -199,9 +205,9 @@ def _condition(dice: random.Random, segment: Tensor, kept: Tensor) -> Tensor:
         case 4:
             return compare(own, other + step)
         case 5:
-            return kept[:, None, None, :]
+            return valid[:, None, None, :]
         case 6:
-            return kept[:, None, :, None].expand(-1, 1, -1, SIZE)
+            return valid[:, None, :, None].expand(-1, 1, -1, SIZE)
         case 7:
             return compare(i // 4, j // 4)
     return torch.ones(SIZE, SIZE, dtype=torch.bool).tril(step)
@@ -247,8 +253,8 @@ class Masked(nn.Module):
         super().__init__()
         self.make = make
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, kept: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, self.make(segment, kept))
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, segment: Tensor, valid: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, self.make(segment, valid))
 
 
 def _i() -> Tensor:
@@ -275,7 +281,7 @@ def test_what_is_no_description_stays(name: str) -> None:
 def test_positions_that_are_no_packing_are_compared() -> None:
     """The segments of other positions than those compared say nothing of them."""
 
-    def make(segment: Tensor, kept: Tensor) -> Tensor:
+    def make(segment: Tensor, valid: Tensor) -> Tensor:
         first = segment[:, :1] - 1
         number = (torch.diff(segment, prepend=first, dim=-1) != 1).cumsum(-1)
         places = segment.flip(-1)

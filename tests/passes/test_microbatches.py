@@ -142,6 +142,12 @@ SLOW = pytest.mark.slow
 COUNTS = [4, pytest.param(2, marks=SLOW), pytest.param(ROWS, marks=SLOW)]
 
 
+@pytest.mark.slow_cells(
+    "a_count_used_twice-4", "a_loss_that_is_not_returned-4", "class_dim_inside-4",
+    "count_in_a_root-4", "log_likelihood-4", "masked_mean-4", "mean_of_tokens-4",
+    "means_of_other_losses-4", "numbers_of_the_batch-4", "rows_read_by_number-4",
+    "sum_of_tokens-4",
+)  # fmt: skip
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_parts_add_up_to_the_step(loss: Loss, count: int) -> None:
@@ -233,6 +239,9 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_cells(
+    "no_loss-4", "perplexity-4", "weights_of_classes-4", "weights_of_likelihoods-4",
+)  # fmt: skip
 @pytest.mark.parametrize("count", [4, pytest.param(ROWS, marks=SLOW)])
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
 def test_what_crosses_the_parts_is_refused(loss: Loss, count: int) -> None:
@@ -295,8 +304,8 @@ def test_verify_holds_what_ranks_run_against_the_whole_batch(
     assert autopar.verify(model, 2, inputs(), "ddp", microbatches=2).loss_error < 1e-12
     rewritten = autopar.api.rewrite_for_ranks
 
-    def doubled(*given: Any) -> Any:
-        program = rewritten(*given)
+    def doubled(*arguments: Any) -> Any:
+        program = rewritten(*arguments)
         graph = program.module.graph
         (loss,) = graph.output_node().args[0]
         with graph.inserting_before(graph.output_node()):

@@ -27,6 +27,7 @@ def example(name: str, **changes: Any) -> tuple[torch.nn.Module, Any]:
     return model, kwargs or args
 
 
+@pytest.mark.slow_cells("gpt-4-2.5d", "t5-2-megatron")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout"),
     [("gpt", 2, "fsdp"), ("gpt", 4, "2.5d"), ("t5", 2, "megatron")],
@@ -38,6 +39,7 @@ def test_every_node_and_gradient_is_right(name: str, ranks: int, layout: str) ->
     assert again.nodes == plain.nodes
 
 
+@pytest.mark.slow_cells("gpt2-2-fsdp", "llama-8-layout1")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout"),
     [("gpt", 4, "fsdp"), ("llama", 8, Grid4D(2, 1, 2, 2)), ("gpt2", 2, "fsdp")],
@@ -49,6 +51,7 @@ def test_weights_gathered_again_are_right(name: str, ranks: int, layout: Any) ->
     assert again.nodes == plain.nodes
 
 
+@pytest.mark.slow_cells("llama-8-layout1")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout"), [("gpt", 2, "fsdp"), ("llama", 8, Grid4D(2, 1, 2, 2))]
 )
@@ -118,6 +121,7 @@ def test_on_one_rank_the_generators_are_set_back() -> None:
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow_cells("4-megatron-sp")
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "fsdp"), (4, "megatron-sp")])
 def test_less_is_held_and_more_is_moved(ranks: int, layout: str) -> None:
     model, inputs = example("gpt")

@@ -60,6 +60,7 @@ def of_weights(plan: Plan) -> list[SentCollective]:
     ]
 
 
+@pytest.mark.slow_cells("4d", "auto", "fsdp", "megatron")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron", "4d", "auto"])
 def test_sums_of_gradients_are_wider_and_nothing_else(layout: str) -> None:
     plan, narrow = planned(layout, **WIDE), planned(layout)
@@ -84,6 +85,7 @@ def test_fsdp_sends_half_as_much_again() -> None:
     assert float(plan.formula().bytes()) == pytest.approx(plan.comm_bytes, rel=1e-12)
 
 
+@pytest.mark.slow_cells("auto")
 @pytest.mark.parametrize("layout", ["auto", "fsdp"])
 def test_the_search_reckons_as_the_price_does(layout: str) -> None:
     plan = planned(layout, **WIDE)
@@ -103,6 +105,7 @@ def test_casts_of_parameters_count_as_parameters() -> None:
     assert gathers == {2} and scatters == {4}
 
 
+@pytest.mark.slow
 def test_nothing_changes_for_float32() -> None:
     model, inputs = gpt(torch.float32)
     plans = [autopar.plan(model, 4, inputs, smaller=False, **more) for more in ({}, WIDE)]
@@ -117,7 +120,7 @@ def test_small_parts_survive_the_sum(dtype: torch.dtype | None) -> None:
     mesh = Mesh.parse("x4")
     parts = [torch.tensor([1.0 if rank == 0 else 2.0**-9]) for rank in range(4)]
 
-    def one(rank: int) -> list[Tensor]:
+    def on_rank(rank: int) -> list[Tensor]:
         whole = torch.zeros(1, dtype=torch.bfloat16, requires_grad=True)
         copy = collectives.replicate(whole, "x", str(mesh), reduce_dtype=dtype)
         copy.backward(parts[rank].bfloat16())
@@ -128,12 +131,13 @@ def test_small_parts_survive_the_sum(dtype: torch.dtype | None) -> None:
         return [whole.grad, shard.grad]
 
     expected = sum(parts).bfloat16() if dtype else torch.ones(1, dtype=torch.bfloat16)
-    for grads in lockstep.run(mesh, one):
+    for grads in lockstep.run(mesh, on_rank):
         for grad in grads:
             assert grad.dtype == torch.bfloat16
             assert torch.equal(grad, expected)
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.parametrize("layout", ["fsdp", "2.5d"])
 def test_such_plans_are_verified(layout: str) -> None:
     torch.manual_seed(0)

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 import autopar
 import models
 from autopar import PlanError
-from autopar.cost.peak import Lives
+from autopar.cost.peak import LifetimeRecorder
 from autopar.ir.graph import every_node
 from autopar.ops.recomputation import rerun_in_backward
 from autopar.planner.request import Grid4D
@@ -46,6 +46,10 @@ def plans(name: str, ranks: int, layout: Any, **changes: Any) -> tuple[autopar.P
     return plain, again
 
 
+@pytest.mark.slow_cells(
+    "gpt-4-megatron-changes1", "gpt2-2-auto-changes5", "llama-4-megatron-sp-changes3",
+    "llama-8-layout2-changes2",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "ranks", "layout", "changes"),
     [
@@ -64,6 +68,10 @@ def test_numbers_are_those_of_one_device(name: str, ranks: int, layout: Any, cha
     assert again.nodes == plain.nodes
 
 
+@pytest.mark.slow_cells(
+    "gpt-4-fsdp-0.7-cg", "gpt-4-fsdp-0.8-cg", "gpt-4-fsdp-0.95-c", "llama-4-fsdp-0.75-cg",
+    "llama-4-megatron-sp-0.9-c",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "ranks", "layout", "part", "kinds"),
     [
@@ -97,6 +105,7 @@ def test_what_the_search_chooses_within_a_limit_is_right(
     )
 
 
+@pytest.mark.slow_cells("llama-4-megatron-sp", "llama-8-layout2")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout"),
     [("gpt", 4, "fsdp"), ("llama", 4, "megatron-sp"), ("llama", 8, Grid4D(2, 2, 2, 1))],
@@ -125,6 +134,7 @@ def test_what_runs_again_are_norms_and_activations() -> None:
     assert not {"linear", "scaled_dot_product_attention", "embedding"} & names
 
 
+@pytest.mark.slow_cells("llama")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
     """One rank, on real memory: gradients equal, products once, cheap ops twice, less saved."""
@@ -139,13 +149,13 @@ def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
             recompute=how,
             overlap=False,  # type: ignore[arg-type]
         )
-        lives, counter = Lives(), Products()
+        lives, counter = LifetimeRecorder(), Products()
         with lives:
             found = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
         leaves = torch.utils._pytree.tree_leaves(found)
         loss = next(x for x in leaves if isinstance(x, torch.Tensor) and not x.dim())
         moment = lives.moment + 1
-        held.append(sum(life.size for life in lives.lives if life.died > moment))
+        held.append(sum(life.size for life in lives.lifetimes if life.died > moment))
         with counter:
             loss.backward(retain_graph=True)
         counted.append(counter)
@@ -165,14 +175,14 @@ def left_after_a_step(recompute: Any) -> int:
     gc.collect()
     gc.disable()
     try:
-        lives = Lives()
+        lives = LifetimeRecorder()
         with lives:
             found = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
             leaves = torch.utils._pytree.tree_leaves(found)
             next(x for x in leaves if isinstance(x, torch.Tensor) and not x.dim()).backward()
             par.zero_grad()
             del found, leaves
-        return sum(life.size for life in lives.lives if life.died > lives.moment + 1)
+        return sum(life.size for life in lives.lifetimes if life.died > lives.moment + 1)
     finally:
         gc.enable()
 

@@ -137,6 +137,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 }
 
 
+@pytest.mark.slow_cells("class", "persistent")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_traced_again(change: str, exports: list[nn.Module]) -> None:
     model = Net()
@@ -193,6 +194,7 @@ class Doubtful(nn.Module):
         return self.up(x)
 
 
+@pytest.mark.slow_cells("function")
 @pytest.mark.parametrize("how", ["constant", "function", "checkpoint"])
 def test_what_cannot_be_compared_is_traced_again(how: str, exports: list[nn.Module]) -> None:
     model = Doubtful(how)

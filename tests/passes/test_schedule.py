@@ -81,6 +81,7 @@ def test_oar_dx_is_summed_under_the_product_for_dw() -> None:
     assert sum(covered(run, run.backward, pair) for pair in sums) > 0.8 * len(sums)
 
 
+@pytest.mark.slow
 def test_ors_reduce_scatters_of_dw_are_waited_for_at_the_end() -> None:
     run = scheduled("fsdp")
     assert run.backward is not None
@@ -110,6 +111,7 @@ def test_oag_gathers_of_the_next_layers_are_issued_ahead() -> None:
         assert not [n for n in products(run.forward) if place[wait] < place[n] < place[user]]
 
 
+@pytest.mark.slow
 def test_oag_is_as_far_ahead_as_the_link_needs() -> None:
     """Issued one product ahead where that hides a gather, several where links are slower."""
     run = scheduled("fsdp", layers=4)
@@ -161,6 +163,7 @@ SLOW = pytest.param("2.5d", marks=pytest.mark.slow)
 LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1), SLOW, "auto"]
 
 
+@pytest.mark.slow_cells("Grid4D*", "auto", "megatron-sp", "megatron")
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_scheduling_pays_and_repeats_itself(layout: Any) -> None:
     run = scheduled(layout)

@@ -137,10 +137,10 @@ def a_number_that_is_returned(m: Any, x: Tensor) -> Any:
     return m.linear(x).sum(), CALLS["n"]
 
 
-@wrong("changes made")
+@wrong("changes late")
 def a_layer_made_on_the_way(m: Any, x: Tensor) -> Tensor:
-    m.made = nn.Linear(4, 4)
-    return m.made(m.linear(x)).sum()
+    m.late = nn.Linear(4, 4)
+    return m.late(m.linear(x)).sum()
 
 
 @wrong("changes requires_grad of linear.weight")
@@ -305,7 +305,7 @@ def calm() -> None:
     mask.cache_clear()
 
 
-def held(model: Model) -> Any:
+def state_of(model: Model) -> Any:
     names = ("prev", "table", "state", "training")
     return copy.deepcopy([model.inner.__dict__["step"], *(getattr(model, n) for n in names)])
 
@@ -315,32 +315,34 @@ def fakes() -> int:
     return sum(isinstance(o, FakeTensor) for o in gc.get_objects() if type(o) is FakeTensor)
 
 
+@pytest.mark.slow_cells("a_cache_outside", "a_global_list")
 @pytest.mark.parametrize("name", WRONG)
 def test_calls_that_are_not_alike_are_refused(name: str) -> None:
     forward, says = WRONG[name]
     calm()
     model = Model(forward)
-    before, names = held(model), set(model.__dict__)
+    before, names = state_of(model), set(model.__dict__)
     states = random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()
     plain = model.plain
     with pytest.raises(TraceError) as caught:
         trace(model, (torch.randn(3, 4),))
     assert says in str(caught.value), str(caught.value)
     assert str(caught.value).startswith("Model cannot be one graph: ")
-    assert held(model) == before and model.plain is plain
+    assert state_of(model) == before and model.plain is plain
     assert set(model.__dict__) == names and model.linear.weight.grad is None
     assert states[0] == random.getstate()
     assert states[1] == np.random.get_state()[1].tobytes()
     calm()
 
 
+@pytest.mark.slow_cells("a_table_of_constants_made_once")
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_every_call_does_alike_is_traced(name: str) -> None:
     model = Model(RIGHT[name])
-    before, names = held(model), set(model.__dict__)
+    before, names = state_of(model), set(model.__dict__)
     x = torch.randn(3, 4)
     program = trace(model, (x,))
-    assert held(model) == before and set(model.__dict__) == names  # and no stand-in is left
+    assert state_of(model) == before and set(model.__dict__) == names  # and no stand-in is left
     torch.testing.assert_close(run(program, (x,)), model(x))
 
 

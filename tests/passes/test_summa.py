@@ -52,6 +52,7 @@ def counts(run: Scheduled) -> tuple[Counter[str], float]:
     return found, sent
 
 
+@pytest.mark.slow
 def test_panels_of_two_layers_go_together() -> None:
     """Two panels of a block from two roots are one gather, the two parts of a gradient one scatter:
     each of the 96 broadcasts and reduces pays a start and a wait, and on 2 × 2 it is held as long.

@@ -116,6 +116,7 @@ def test_the_operator_of_ctc_losses_is_one_that_torch_can_compile() -> None:
     torch.library.opcheck(ctc_losses, (*arguments, *lengths, 0, False))
 
 
+@pytest.mark.slow_cells("joined-fsdp", "padded-fsdp")
 @pytest.mark.parametrize(
     ("layout", "loss"),
     [
@@ -153,6 +154,7 @@ def test_every_cluster_for_every_row_is_the_same(head_bias: bool, one_row: bool)
     assert adaptive_log_softmax(module, x, target + 1).output.isnan().sum() == 1
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 def test_an_adaptive_softmax_is_split_and_a_warning_says_what_it_costs(layout: str) -> None:
     model, x, forward = Clusters(), torch.randn(8, 4), nn.AdaptiveLogSoftmaxWithLoss.forward
@@ -230,6 +232,7 @@ def mixture(x: Tensor) -> Tensor:
     return (likely + coin.sum(-1)).mean()
 
 
+@pytest.mark.slow_cells("mixture-fsdp", "mixture-megatron", "normal-fsdp")
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 @pytest.mark.parametrize("loss", [normal, mixture])
 def test_distributions_are_traced_without_their_checks(

@@ -73,6 +73,7 @@ def assert_equal_to_eager(
     return program
 
 
+@pytest.mark.slow_cells("bert", "gemma2", "gpt2", "gpt", "llama", "qwen3", "t5", "vit")
 @pytest.mark.parametrize("build", ALL, ids=lambda build: build.__name__)
 def test_outputs_and_gradients_are_those_of_the_eager_model(
     build: Callable[[], models.Example],
@@ -80,6 +81,7 @@ def test_outputs_and_gradients_are_those_of_the_eager_model(
     assert_equal_to_eager(*build(), program=traced(build))
 
 
+@pytest.mark.slow_cells("bert", "gpt2", "t5", "vit")
 @pytest.mark.parametrize("build", [models.gpt, models.gpt2, models.bert, models.t5, models.vit])
 def test_dropout_is_one_node_in_training_and_none_otherwise(build: Callable[..., Any]) -> None:
     model, args, kwargs = build(dropout=0.1)
@@ -89,6 +91,7 @@ def test_dropout_is_one_node_in_training_and_none_otherwise(build: Callable[...,
     assert targets(traced(build))[aten.dropout.default] == 0
 
 
+@pytest.mark.slow
 def test_dropout_in_evaluation_is_gone() -> None:
     model, args, kwargs = models.gpt(dropout=0.1)
     assert targets(trace(model.eval(), args, kwargs))[aten.dropout.default] == 0
@@ -113,6 +116,7 @@ def test_composite_operators_survive() -> None:
     assert targets(trace(nn.RMSNorm(4), (torch.ones(2, 4),))) == {aten.rms_norm.default: 1}
 
 
+@pytest.mark.slow_cells("bert", "gemma2", "llama", "qwen3", "t5", "vit")
 @pytest.mark.parametrize("build", ALL, ids=lambda build: build.__name__)
 def test_no_assertion_copy_or_view_is_left(build: Callable[[], models.Example]) -> None:
     gone = {
@@ -133,6 +137,7 @@ def test_nodes_remember_where_they_came_from() -> None:
     assert up.meta["val"].shape == (16, 16, 256)
 
 
+@pytest.mark.slow
 def test_tied_weights_are_one_input_with_every_name() -> None:
     program = traced(models.t5)
     (tied,) = [entry for entry in program.signature.inputs if len(entry.names) > 1]
@@ -382,6 +387,7 @@ class Conditional(nn.Module):
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
 
+@pytest.mark.slow_cells("Conditional-str-str")
 @pytest.mark.parametrize(
     ("model", "reason", "line"),
     [
@@ -434,6 +440,7 @@ USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow_cells("cast", "cut from behind", "cut", "joined to nothing", "viewed")
 @pytest.mark.parametrize("name", USES)
 def test_a_size_that_depends_on_the_data_is_refused_whatever_uses_it(name: str) -> None:
     with pytest.raises(TraceError, match="depends on the data") as caught:
@@ -471,6 +478,7 @@ def test_large_models_are_traced_on_the_meta_device() -> None:
     assert devices == {"cpu"}
 
 
+@pytest.mark.slow
 def test_meta_and_fake_and_real_give_the_same_graph() -> None:
     model, args, _ = models.gpt()
     meta_args = tuple(t.to("meta") for t in args)

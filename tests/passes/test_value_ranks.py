@@ -18,6 +18,7 @@ def test_modules_that_look_at_values_train_as_on_one_device(tmp_path: Path) -> N
             assert error < 1e-5, (name, layout, error)
 
 
+@pytest.mark.slow
 def test_a_model_without_inputs_trains_as_on_one_device(tmp_path: Path) -> None:
     errors = launched(tmp_path, 2, "alone", script="value_ranks.py")["alone"]
     assert errors.keys() == {"auto", "ddp", "fsdp", "megatron"}

@@ -70,6 +70,9 @@ MASKED: dict[str, tuple[Callable[[], nn.Module], Call, tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.slow_cells(
+    "encoder-False", "encoder-True", "memory-True", "source-True", "target-True",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "training"), [*((n, True) for n in MASKED), ("encoder", False)])
 def test_a_graph_traced_with_one_mask_is_right_with_another(name: str, training: bool) -> None:
     make, call, inputs = MASKED[name]
@@ -80,6 +83,7 @@ def test_a_graph_traced_with_one_mask_is_right_with_another(name: str, training:
         assert torch.allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow_cells("held")
 @pytest.mark.parametrize("name", ["made", "held"])
 def test_a_causal_mask_of_the_models_own(name: str) -> None:
     def call(self: Wrapped, x: Tensor) -> Any:
@@ -91,6 +95,7 @@ def test_a_causal_mask_of_the_models_own(name: str) -> None:
     autopar.verify(model, 4, (X,), layout="megatron")
 
 
+@pytest.mark.slow
 def test_torch_looks_at_masks_again_after_a_trace() -> None:
     from torch.nn.modules import transformer as module
 
@@ -148,6 +153,10 @@ def buffers_after(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {o.target: value for o, value in pairs if o.kind == "mutation"}
 
 
+@pytest.mark.slow_cells(
+    "batch, images-*", "batch, series-*", "batch, untracked-*", "instance, 1d-*",
+    "instance, 2d-True",
+)  # fmt: skip
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", NORMS)
 def test_statistics_are_those_of_the_module(name: str, training: bool) -> None:
@@ -192,6 +201,9 @@ TABLES = {
 }
 
 
+@pytest.mark.slow_cells(
+    "by frequency, padding-EmbeddingBag", "padding from the end-*", "sparse-EmbeddingBag",
+)  # fmt: skip
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("name", TABLES)
 def test_gradients_of_tables(kind: Any, name: str) -> None:
@@ -215,11 +227,11 @@ def test_a_table_that_scales_its_rows_in_place_is_refused(kind: Any) -> None:
 
 # -- custom ops ------------------------------------------------------------------------------------
 @torch.library.custom_op("autopar_values::doubled", mutates_args=())
-def doubled(x: Tensor, way: str) -> Tensor:
+def doubled(x: Tensor, mode: str) -> Tensor:
     return 2 * x
 
 
-doubled.register_fake(lambda x, way: torch.empty_like(x))
+doubled.register_fake(lambda x, mode: torch.empty_like(x))
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "own": lambda g: 2 * g,
@@ -234,14 +246,15 @@ doubled.register_autograd(
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_backward_of_a_custom_op(way: str) -> None:
+@pytest.mark.slow_cells("clipped by norm", "clipped", "mixed", "own")
+@pytest.mark.parametrize("mode", WAYS)
+def test_the_backward_of_a_custom_op(mode: str) -> None:
     """Under every layout the gradients are those of the module; the batch alone makes the op's
     gradient a part of a sum on some axis.
     """
 
     def call(self: Wrapped, x: Tensor) -> Any:
-        return self.inner[1](doubled(self.inner[0](x), way)).square().mean()
+        return self.inner[1](doubled(self.inner[0](x), mode)).square().mean()
 
     model = Wrapped(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), call)
     x = torch.randn(8, 6)

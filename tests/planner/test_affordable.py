@@ -80,12 +80,14 @@ def fits_and_is_the_fastest(seed: int) -> None:
             assert needs > limit, (seed, plan.seconds, found.seconds, needs, limit)
 
 
+@pytest.mark.slow_cells("0")
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=slow) for n in range(4, 200, 4))])
 def test_the_fastest_plan_that_fits_against_trying_everything(first: int) -> None:
     for seed in range(first, first + 4):
         fits_and_is_the_fastest(seed)
 
 
+@pytest.mark.slow_cells("gpt-0.02")
 @pytest.mark.parametrize(("name", "part"), [("gpt", 0.02)])
 def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     """In larger graphs: above the bound that knows no limit, and above no plan that was found."""
@@ -108,6 +110,7 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     assert said in (found.table().title or "")
 
 
+@pytest.mark.slow
 def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the plan of least time fits by what it drops, one search at the price that it pays."""
     prices: list[float] = []
@@ -128,6 +131,7 @@ def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.M
     assert len(prices) == 1 and prices[0] > 0
 
 
+@pytest.mark.slow_cells("gpt-fsdp-4-kinds0", "gpt-megatron-2-kinds1", "llama-fsdp-4-kinds2")
 @pytest.mark.parametrize(
     ("name", "layout", "ranks", "kinds"),
     [

@@ -79,6 +79,10 @@ def combinations() -> list[Any]:
     return [*cheap, *(pytest.param(c, marks=slow) for c in rest)]
 
 
+@pytest.mark.slow_cells(
+    "*('gpt', 16, 'laptop', 4)", "by_step-('mlp', 16, 'dgx-h100', 8)",
+    "by_step-('wide', 64, 'pcie-4090', 8)",
+)  # fmt: skip
 @pytest.mark.parametrize("which", combinations(), ids=str)
 @pytest.mark.parametrize("seconds", [summed, by_step])
 def test_auto_is_not_modelled_slower_than_a_named_layout(

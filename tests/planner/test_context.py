@@ -55,18 +55,28 @@ def holds(name: str, ranks: int, layout: Layouts, **changes: Any) -> None:
     assert max(check.loss_error, check.grad_error, check.step_error) < LIMIT
 
 
+@pytest.mark.slow_cells(
+    "*-contiguous cp x megatron", "*-cp on 8", "*-cp x 4d", "*-cp x fsdp on 8", "bert-*",
+    "gemma2-*", "gemma3-*", "gpt2-*", "llama-contiguous cp", "llama-cp x fsdp",
+    "llama-cp x megatron", "mistral-*", "t5-*",
+)  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 def test_parity_of_context_parallelism(name: str, layout: str) -> None:
     holds(name, *LAYOUTS[layout])
 
 
+@pytest.mark.slow_cells(
+    "*-heads x 4d", "*-heads x fsdp", "*-heads", "bert-*", "gemma3-*", "gpt2-*", "mistral-*",
+    "t5-*",
+)  # fmt: skip
 @pytest.mark.parametrize("layout", HEADS)
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - {"gemma2"}))
 def test_parity_where_ranks_exchange_the_sequence_for_heads(name: str, layout: str) -> None:
     holds(name, *HEADS[layout])
 
 
+@pytest.mark.slow_cells("bert", "t5")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_dropout_where_queries_are_split(name: str) -> None:
     holds(name, 4, "cp", dropout=0.2)
@@ -84,6 +94,7 @@ def attentions(plan: Plan, operand: int = 0) -> list[Layout]:
     return [layout for layout in found if layout is not None]
 
 
+@pytest.mark.slow_cells("True")
 @pytest.mark.parametrize("strided", [True, False])
 def test_ranks_take_runs_of_tokens_in_turns(strided: bool) -> None:
     """16 tokens on 4 ranks: 2 runs of 2 tokens each, or one of 4. A file of the plan says so."""
@@ -224,6 +235,7 @@ def test_ranks_that_context_does_not_divide_are_refused() -> None:
 
 
 # -- beside experts --------------------------------------------------------------------------------
+@pytest.mark.slow_cells("8-*")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [

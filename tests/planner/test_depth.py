@@ -87,8 +87,8 @@ class InTurns(nn.Module):
         return x.square().mean()
 
 
-def program_of(model: nn.Module, args: Any, given: Any = None) -> Program:
-    return annotate.chains(annotate.annotate(trace.trace(model, args, given or {})))
+def program_of(model: nn.Module, args: Any, options: Any = None) -> Program:
+    return annotate.chains(annotate.annotate(trace.trace(model, args, options or {})))
 
 
 def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
@@ -100,6 +100,7 @@ def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
     return solve.search_meshes(program_of(model, args, given), world, PlanRequest(layout)), world
 
 
+@pytest.mark.slow_cells("gpt-auto", "gpt-megatron-sp", "llama-*")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("gpt", "auto"), ("gpt", "megatron-sp"), ("llama", "fsdp"), ("llama", "ddp")],
@@ -212,6 +213,7 @@ def worked_out(program: Program, plan: Plan, limit: float) -> float:
     return RematerializationSteps(whole, TWO, Budget(limit)).planned().memory.peak
 
 
+@pytest.mark.slow
 def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
     """The plan still fits what there is: a block or two more are dropped."""
     program = program_of(models.Gpt(layers=LAYERS).train(), models.gpt()[1])
@@ -223,6 +225,7 @@ def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
     assert too_low == []
 
 
+@pytest.mark.slow_cells("False")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_another_plan_is_found_where_blocks_cannot_make_up_for_an_estimate(too_low, overlap):
     """By the step with communication hidden several plans compete: the next one fits as it is."""

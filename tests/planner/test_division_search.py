@@ -29,6 +29,7 @@ def planned(layout: str, count: int) -> autopar.Plan:
     )
 
 
+@pytest.mark.slow_cells("ddp", "megatron-sp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron-sp"])
 def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
     plan = planned(layout, 4)
@@ -38,6 +39,7 @@ def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
     assert plan.memory is not None and plan.memory.peak == plan.peak_bytes
 
 
+@pytest.mark.slow_cells("4")
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_gradient_is_held_between_parts(ranks: int) -> None:
     """Those that no ranks sum, too: all of one rank's, those of weights that megatron splits."""
@@ -89,6 +91,7 @@ def test_scattered_sums_come_in_every_part_where_they_have_no_room() -> None:
 
 
 # -- how many ------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_parts_are_taken_before_blocks_are_computed_again() -> None:
     with torch.device("meta"):
         model = models.Gpt(vocabulary=256, sequence=512, hidden=1024, heads=8, layers=2)

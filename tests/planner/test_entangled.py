@@ -24,6 +24,7 @@ def grid(sizes: Sequence[int], reach: int, seed: int) -> list[Table]:
     return [Table(pair, numbers.random([sizes[v] for v in pair])) for pair in pairs]
 
 
+@pytest.mark.slow_cells("8")
 @pytest.mark.parametrize("largest", [8, 64, 512])
 def test_values_cost_what_is_said_and_the_bound_is_below_the_minimum(
     largest: int, monkeypatch: pytest.MonkeyPatch
@@ -77,6 +78,7 @@ class Loop(nn.Module):
         return (x - y).square().mean()
 
 
+@pytest.mark.slow_cells("auto")
 @pytest.mark.parametrize("layout", ["auto", "megatron"])
 def test_a_search_that_outgrows_memory_gives_a_plan_with_its_gap(
     layout: str, monkeypatch: pytest.MonkeyPatch
@@ -98,6 +100,7 @@ def test_a_search_that_outgrows_memory_gives_a_plan_with_its_gap(
     autopar.verify(model, 2, inputs, layout)
 
 
+@pytest.mark.slow
 def test_a_loop_of_one_net_is_planned_no_slower_than_by_name() -> None:
     """Its exact search would need a table over 14 variables."""
 

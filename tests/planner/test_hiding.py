@@ -13,7 +13,7 @@ import torch
 import autopar
 import models
 from autopar import Plan
-from autopar.cost.activations import Middle, activation_bytes
+from autopar.cost.activations import MidstepMemory, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import IN_FULL, Program
@@ -52,14 +52,16 @@ def contenders(least: Contender, request: PlanRequest, name: str = "") -> solve.
     return made
 
 
+@pytest.mark.slow
 def test_the_shortest_step_comes_first() -> None:
     steps = [simulate.simulate_plan(one.program, WORLD) for one in several()]
     assert steps == sorted(steps) and len(steps) > 1
 
 
+@pytest.mark.slow
 def test_the_sum_is_not_what_a_step_takes() -> None:
     """On a slow link a plan that gathers and sums more, but where it hides, is a tenth faster."""
-    first, summed = several()[0], min(several(), key=lambda one: one.plan.seconds)
+    first, summed = several()[0], min(several(), key=lambda each: each.plan.seconds)
     assert simulate.simulate_plan(first.program, WORLD) < 0.9 * simulate.simulate_plan(
         summed.program, WORLD
     )
@@ -72,7 +74,7 @@ def test_the_sum_is_not_what_a_step_takes() -> None:
 
 
 def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
-    held = Middle(program(), "adamw")
+    held = MidstepMemory(program(), "adamw")
     sizes = [activation_bytes(held, one.plan) for one in several()]
     limit, most = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
     others = contenders(most, PlanRequest(budget=Budget(limit)))
@@ -88,7 +90,7 @@ def test_the_most_promising_by_either_measure_is_run(monkeypatch: pytest.MonkeyP
     others = contenders(several()[0], PlanRequest())
     every = list(others.all.values())
     first = {
-        min(every, key=lambda one: one.least_step), min(every, key=simulate.half_hidden),
+        min(every, key=lambda each: each.least_step), min(every, key=simulate.half_hidden),
     }  # fmt: skip
     assert len(first) == 2
     assert {*simulate.most_promising(others, others.request)} == {*first, others.least_sum}
@@ -104,7 +106,7 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     these, megatron = (
         min(others.named[name].values(), key=simulate.half_hidden) for name in ("these", "megatron")
     )
-    hidden = min(others.all.values(), key=lambda one: one.least_step)
+    hidden = min(others.all.values(), key=lambda each: each.least_step)
     assert len(others.named["megatron"]) > 1 and simulate.half_hidden(
         megatron
     ) > simulate.half_hidden(these)
@@ -192,6 +194,7 @@ def test_every_plan_has_its_real_price() -> None:
         )
 
 
+@pytest.mark.slow_cells("0.1")
 @pytest.mark.parametrize("share", [0.4, 0.1])
 def test_a_share_lowers_the_bound_with_the_price(share: float) -> None:
     """The bound stays one where weights count less: of each mesh, what the search finds."""
@@ -202,6 +205,7 @@ def test_a_share_lowers_the_bound_with_the_price(share: float) -> None:
     assert found.bound == pytest.approx(found.seconds, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_plan_says_both_and_a_file_keeps_them() -> None:
     model, inputs = small_gpt()
     plan = autopar.plan(model, WORLD, inputs, memory=1e18, smaller=False, overlap=True)

@@ -161,6 +161,9 @@ def _names() -> list[Any]:
     return cases
 
 
+@pytest.mark.slow_cells(
+    "*-16-*", "gpt-4-megatron-sp", "gpt-8-2.5d", "gpt-8-atp", "gpt2*", "llama-*", "t5*",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "ranks", "layout"), _names())
 def test_named_layouts(name: str, ranks: int, layout: str) -> None:
     holds(name, ranks, layout)
@@ -200,6 +203,13 @@ def _grids(grids: list[tuple[int, Layouts]], variant: str = "") -> list[Any]:
     return cases
 
 
+@pytest.mark.slow_cells(
+    "* in threes-18-*", "gpt in threes-6-*", "gpt-16-Grid25D*",
+    "gpt-16-Grid4D(x=1, y=1, z=4, data=4)", "gpt-16-Grid4D(x=4*",
+    "gpt-16-GridHSDP(replicate=2, shard=2, tensor=4, sequence=False)",
+    "gpt-8-Grid2D(d1=2, d2=4, first='column')", "gpt-8-Grid3D(x=2, y=2, z=2)", "gpt2*", "llama*",
+    "t5*",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "ranks", "grid"), [*_grids(GRIDS), *_grids(IN_THREES, " in threes")], ids=str
 )
@@ -217,6 +227,7 @@ def test_hsdp_stores_whole_replicas_of_shards_and_splits_the_sequence() -> None:
         assert norm.layout == f"replicate→dim 0, shard→dim 0, {stream}"
 
 
+@pytest.mark.slow_cells("even_chain-Grid25D(q=8*", "odd_chain-*")
 @pytest.mark.parametrize("grid", [Grid25D(4, 4), Grid25D(8)], ids=str)
 @pytest.mark.parametrize("name", ["even_chain", "odd_chain"])
 def test_chains_on_64_ranks(name: str, grid: Layouts) -> None:
@@ -229,12 +240,14 @@ def test_chains(name: str, layout: Layouts) -> None:
     holds(name, 4 if layout == Grid2D(2, 2) else 8, layout)
 
 
+@pytest.mark.slow_cells("*phi3", "*z=2, data=2)-*", "Grid4D(x=2, y=4, z=1, data=2)-bert")
 @pytest.mark.parametrize("name", ["bert", "phi3"])
 @pytest.mark.parametrize("grid", [Grid4D(2, 2, 2, 2), Grid4D(2, 4, 1, 2)], ids=str)
 def test_4d_with_an_odd_chain_and_with_an_uneven_weight(name: str, grid: Layouts) -> None:
     holds(name, 16, grid)
 
 
+@pytest.mark.slow_cells("16-*", "8-megatron-sp", "8-megatron")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -266,6 +279,7 @@ def test_panels_come_twice_where_gathers_are_kept() -> None:
     assert count == [4 * models.LAYERS, 0]
 
 
+@pytest.mark.slow_cells("llama")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_25d_without_panels(name: str) -> None:
     holds(name, 8, Grid25D(2, 2, panels=False))
@@ -280,6 +294,7 @@ HYBRIDS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow_cells("1", "2", "3")
 @pytest.mark.parametrize(("ranks", "layout"), HYBRIDS, ids=[str(number) for number in range(4)])
 def test_hybrids(ranks: int, layout: dict[str, Any]) -> None:
     holds("gpt", ranks, layout)
@@ -317,6 +332,7 @@ def most_digits(plan: Plan) -> int:
     return max(len(x.digits(dim)) for x in layouts for dim in range(len(x.shape)))
 
 
+@pytest.mark.slow_cells("gpt-3d", "gpt-4d", "gpt-fsdp", "gpt-megatron-sp", "gpt-megatron", "t5-4d")
 @pytest.mark.parametrize(("name", "layout"), [*(("gpt", one) for one in CROWDED), ("t5", "4d")])
 def test_three_axes_on_one_dim(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage is made dear, so that parameters are split as far as their layout allows."""

@@ -46,9 +46,9 @@ def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
     return Searches(monkeypatch)
 
 
-def planned(world: World | int = 4, rows: int = 16, **asked: Any) -> Plan:
+def planned(world: World | int = 4, rows: int = 16, **options: Any) -> Plan:
     inputs = torch.ones(rows, 64), torch.ones(rows, 64)
-    return autopar.plan(Mlp(), world, inputs, smaller=False, **asked)
+    return autopar.plan(Mlp(), world, inputs, smaller=False, **options)
 
 
 def facts(plan: Plan) -> dict[str, Any]:
@@ -90,6 +90,7 @@ def test_what_a_plan_depends_on_names_its_file(folder: Path, searches: Searches)
         assert searches.count == len(list(folder.iterdir())) == number, asked
 
 
+@pytest.mark.slow
 def test_plans_within_a_memory_are_the_same(folder: Path, searches: Searches) -> None:
     model, args, _ = models.gpt()
     free = autopar.plan(model, 2, args, "ddp", smaller=False).peak_bytes
@@ -131,6 +132,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_a_line(
     assert "the plan cannot be kept in" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_processes_share_a_folder(folder: Path) -> None:
     """Whatever the order of their sets."""
     code = (

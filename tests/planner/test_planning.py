@@ -51,6 +51,7 @@ def plan(layers: int, ranks: int, layout: str) -> None:
 slow = pytest.mark.slow
 
 
+@pytest.mark.slow_cells("4-8-auto")
 @pytest.mark.parametrize(
     ("layers", "ranks", "layout"),
     [

@@ -47,6 +47,7 @@ def test_shares_are_bounded_as_each_by_itself(program: Program) -> None:
         assert len(shared) > 0.9 * len(least)
 
 
+@pytest.mark.slow
 def test_plans_at_shares_are_those_found_one_by_one(program: Program) -> None:
     world = World.preset("ethernet-25g", 16)
     given = list(candidates("auto", 16, program))[:12]

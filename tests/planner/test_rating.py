@@ -71,6 +71,7 @@ def test_search_and_bound_against_trying_everything(first: int) -> None:
         equals_trying_everything(seed)
 
 
+@pytest.mark.slow_cells("gpt-x2.y2", "llama-x8")
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", "x2.y2"), ("llama", "x8"), ("llama", "x16")])
 def test_the_bound_is_not_above_the_exact_search(name: str, mesh: str) -> None:
     """On x8 and x16 it pays to take queries in another layout than keys and values."""
@@ -81,6 +82,7 @@ def test_the_bound_is_not_above_the_exact_search(name: str, mesh: str) -> None:
     assert exact * (1 - 5e-3) < bound <= exact * (1 + 1e-6)
 
 
+@pytest.mark.slow_cells("gpt-x2.y2")
 @pytest.mark.parametrize(("name", "mesh"), [("gpt", "x2.y2"), ("gpt", "x16"), ("llama", "x8")])
 def test_the_bound_holds_where_every_rank_gets_every_output(name: str, mesh: str) -> None:
     """Logits that the loss takes and the user gets: one gather serves both."""
@@ -92,6 +94,7 @@ def test_the_bound_holds_where_every_rank_gets_every_output(name: str, mesh: str
 
 
 # -- against an integer program --------------------------------------------------------------------
+@pytest.mark.slow_cells("gpt-x2.y2-dgx-h100")
 @pytest.mark.parametrize(
     ("name", "mesh", "preset"),
     [
@@ -136,6 +139,7 @@ def traced(name: str) -> Program:
     return _TRACED[name]
 
 
+@pytest.mark.slow_cells("w2.x2.y2.z2-t5", "x2.y2.z4-t5", "x2.y4-t5")
 @pytest.mark.parametrize("name", ["gpt", "llama", "t5"])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rated_options_cost_what_the_search_says(name: str, mesh: str) -> None:
@@ -202,9 +206,9 @@ def laid_out(
     return Layout(mesh, kind.shape, tuple(states))
 
 
-def edges_of(found: Frame) -> list[Edge]:
+def edges_of(frame: Frame) -> list[Edge]:
     """One of each look that converts."""
-    every = [e for v in found.variables for e in v.edges if e.user is v]
+    every = [e for v in frame.variables for e in v.edges if e.user is v]
     return list({(e.kind, frozenset(e.made), frozenset(e.wanted)): e for e in every}.values())
 
 
@@ -212,6 +216,7 @@ def states_of(kind: Kind, states: tuple[int, ...]) -> list[int]:
     return sorted({s if kind.element.gradient or s != WHOLE else REPLICATED for s in states})
 
 
+@pytest.mark.slow_cells("w2.x2.y2.z2", "x2.y2.z4")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_moves_cost_no_more_than_conversions(mesh: str) -> None:
     """For pairs drawn at random, however odd, and digits in any order. One step costs just the
@@ -308,6 +313,7 @@ def digest(name: str) -> str:
     return hashlib.sha256(planned(name).encode()).hexdigest()
 
 
+@pytest.mark.slow_cells("mlp")
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=slow)])
 def test_ties_go_the_same_way_in_every_process(name: str) -> None:
     script = f"import sys; sys.path[:0] = {sys.path!r}; import test_rating as t; "

@@ -18,7 +18,7 @@ from autopar.planner import named_layouts, padding, simulate, solve
 from autopar.planner.bounds import factor_graph
 from autopar.planner.planner import search_plan
 from autopar.planner.request import PlanRequest
-from autopar.report.alternatives import alternatives
+from autopar.tools.report.alternatives import alternatives
 from autopar.world import World
 from random_nets import analysed
 

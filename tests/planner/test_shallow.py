@@ -31,6 +31,7 @@ def program() -> Program:
     return analysed(Gpt(layers=LAYERS), (ids, ids), {})
 
 
+@pytest.mark.slow_cells("4d", "auto")
 @pytest.mark.parametrize("layout", ["auto", "4d", "ddp"])  # of ddp there is one mesh
 def test_as_good_as_searched_on_the_whole(layout: str) -> None:
     shallow, given = ShortenedModel(program(), WORLD), list(candidates(layout, 4, program()))

@@ -128,6 +128,7 @@ def test_halves_take_whole_nodes_first() -> None:
     assert wider is not None and wider.ranks == 128
 
 
+@pytest.mark.slow_cells("fsdp", "megatron")
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 def test_a_refusal_names_the_world_that_would_do(layout: str) -> None:
     model, args, _ = gpt()

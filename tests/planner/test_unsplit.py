@@ -99,6 +99,7 @@ class Letters(nn.Module):
         return F.cross_entropy(self.head(self.rnn(self.embed(ids))[0]).mT, labels)
 
 
+@pytest.mark.slow_cells("Letters-ddp", "Letters-fsdp", "Towers-ddp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 @pytest.mark.parametrize("kind", [Towers, Letters])
 def test_the_batches_of_all_inputs_and_of_recurrent_layers_are_split(
@@ -157,6 +158,7 @@ class Images(nn.Module):
         return F.cross_entropy(self.head(F.adaptive_avg_pool2d(x, 1).flatten(1)), y)
 
 
+@pytest.mark.slow_cells("auto", "megatron")
 @pytest.mark.parametrize("layout", ["fsdp", "megatron", "auto"])
 def test_large_images_leave_nothing_whole(layout: str) -> None:
     with torch.device("meta"):

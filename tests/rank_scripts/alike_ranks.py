@@ -111,7 +111,7 @@ def kinds() -> Facts:
             "empty": torch.empty(0),
             "meta": torch.empty(3, device="meta"),
         }
-        _, said = warned(lambda given=tensors: agreement.require_same_tensors(given, True))
+        _, said = warned(lambda arguments=tensors: agreement.require_same_tensors(arguments, True))
         real = {n: t.detach() for n, t in tensors.items() if n != "meta"}
         facts[str(bucket)] = {
             "alike": all(
@@ -144,7 +144,9 @@ def requests() -> Facts:
     facts: Facts = {}
     for name, value in odd.items():
         options = {**usual, name: value} if rank == 1 else usual
-        facts[name] = everywhere(caught(lambda given=options: autopar.parallelize(net(), **given)))
+        facts[name] = everywhere(
+            caught(lambda arguments=options: autopar.parallelize(net(), **arguments))
+        )
     plan = autopar.plan(net(), size, (rows(),), layout="ddp")
     other = {"overlap": False} if rank == 1 else {}
     facts["overlap of apply"] = everywhere(caught(lambda: autopar.apply(net(), plan, **other)))
@@ -204,15 +206,15 @@ def again() -> Facts:
             broken if dist.get_rank() in who else registered
         )
         layout = autopar.Grid2D(3, 1) if what == "on all" else autopar.Grid2D(1, 3)
-        facts[what] = everywhere(caught(lambda k=layout: _made(k)))
+        facts[what] = everywhere(caught(lambda k=layout: _first_loss(k)))
         process_groups._compat.register_process_group = registered
-        facts[f"after {what}"] = everywhere(float(_made(layout).detach()))
-    facts["after meta"] = everywhere(float(_made("megatron").detach()))
+        facts[f"after {what}"] = everywhere(float(_first_loss(layout).detach()))
+    facts["after meta"] = everywhere(float(_first_loss("megatron").detach()))
     facts["first"] = everywhere(float(first(rows()).detach()))
     return facts
 
 
-def _made(layout: Any) -> Tensor:
+def _first_loss(layout: Any) -> Tensor:
     return autopar.parallelize(net(), None, (rows(),), layout)(rows())
 
 

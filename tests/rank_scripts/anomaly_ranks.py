@@ -37,8 +37,8 @@ class Rooted(nn.Module):
         return rows.square().sum(1).mean()
 
 
-def gradients(model: nn.Module, x: Tensor, held: bool = False) -> dict[str, Tensor]:
-    if held:
+def gradients(model: nn.Module, x: Tensor, retained: bool = False) -> dict[str, Tensor]:
+    if retained:
         with model.no_sync():
             model(x).backward()
     model(x).backward()

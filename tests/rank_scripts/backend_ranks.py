@@ -49,7 +49,7 @@ def small() -> tuple[nn.Module, Any]:
     return models.Gpt(layers=1), example("gpt")[1]
 
 
-def one(name: str, layout: Any, backend: Any, overlap: bool, **more: Any) -> Facts:
+def trained_case(name: str, layout: Any, backend: Any, overlap: bool, **more: Any) -> Facts:
     model, inputs = small() if name == "small" else example(name)
     single = step(copy.deepcopy(model), inputs)
     how: Any = {"layout": layout, "backend": backend, "overlap": overlap, **more}
@@ -66,7 +66,7 @@ def callable_backend() -> Facts:
         graphs.append(graph)
         return graph.forward
 
-    facts = one("small", "fsdp", keep, True)
+    facts = trained_case("small", "fsdp", keep, True)
     names = [{str(n.target) for n in graph.graph.nodes} for graph in graphs]
     facts["waits"] = [any("wait_tensor" in name for name in found) for found in names]
     return facts
@@ -111,7 +111,7 @@ def quick() -> Facts:
         ("small", "4d", "aot_eager"),
         ("llama", "auto", "eager"),
     ]
-    return {" ".join(cell): one(*cell, True) for cell in cells}
+    return {" ".join(cell): trained_case(*cell, True) for cell in cells}
 
 
 def again(backend: str | None) -> Facts:
@@ -120,13 +120,14 @@ def again(backend: str | None) -> Facts:
     """
     cells = itertools.product(("fsdp", "4d"), ("gathers", "selective", "full"))
     found = {
-        f"{layout} {how}": one("gpt", layout, backend, True, recompute=how) for layout, how in cells
+        f"{layout} {how}": trained_case("gpt", layout, backend, True, recompute=how)
+        for layout, how in cells
     }
     model, inputs = example("gpt")
     plan = autopar.plan(model, None, inputs, "fsdp", recompute="none", smaller=False)
     for overlap in (True, False):
         limit = 0.8 * plan.peak_bytes
-        found[f"limit {overlap}"] = one("gpt", "fsdp", backend, overlap, memory=limit)
+        found[f"limit {overlap}"] = trained_case("gpt", "fsdp", backend, overlap, memory=limit)
     return found
 
 
@@ -134,7 +135,7 @@ def matrix(backend: str | None) -> Facts:
     cells = itertools.product(("gpt", "llama"), LAYOUTS, (False, True))
     found = {}
     for name, layout, overlap in cells:
-        found[f"{name} {layout} {overlap}"] = one(name, layout, backend, overlap)
+        found[f"{name} {layout} {overlap}"] = trained_case(name, layout, backend, overlap)
         torch._dynamo.reset()
     return found
 
@@ -152,7 +153,7 @@ def in_pieces(backend: str | None) -> Facts:
     facts = {}
     try:
         for layout in PIECES:
-            facts[str(layout)] = {**one("small", layout, backend, True), "cut": cut.copy()}
+            facts[str(layout)] = {**trained_case("small", layout, backend, True), "cut": cut.copy()}
             cut.clear()
             torch._dynamo.reset()
     finally:
@@ -194,7 +195,7 @@ TASKS = {
     "None": lambda: matrix(None),
     "aot_eager": lambda: matrix("aot_eager"),
     "inductor": lambda: matrix("inductor"),
-    "inductor once": lambda: {"gpt megatron": one("small", "megatron", "inductor", True)},
+    "inductor once": lambda: {"gpt megatron": trained_case("small", "megatron", "inductor", True)},
 }
 
 

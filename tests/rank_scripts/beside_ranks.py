@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 import models
-from autopar.passes.overlap.assumptions import through
+from autopar.passes.overlap.assumptions import rerun_for
 from autopar.runtime import backends
 from autopar.runtime.backends import Scheduled
 from on_ranks import Facts, run_tasks
@@ -71,7 +71,7 @@ def steps(model: nn.Module, args: Any, layout: str, losses: list[Loss]) -> Facts
         outputs="sharded",
     )
     deriving: Any = patch.object(Scheduled, "derived", autospec=True, side_effect=Scheduled.derived)
-    with deriving as derived, patch.object(backends, "through", wraps=through) as again:
+    with deriving as derived, patch.object(backends, "rerun_for", wraps=rerun_for) as again:
         errors = [wrong(model, par, args, loss) for loss in losses]
     return {"errors": errors, "derived": derived.call_count, "again": again.call_count}
 

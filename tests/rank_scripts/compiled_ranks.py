@@ -28,8 +28,8 @@ def planned() -> Callable[[], list[Any]]:
     found: list[Any] = []
     own = dynamo_backend.plan_on_rank_0
 
-    def keep(*given: Any) -> Any:
-        found.append(own(*given))
+    def keep(*arguments: Any) -> Any:
+        found.append(own(*arguments))
         return found[-1]
 
     mock.patch.object(
@@ -72,9 +72,9 @@ def pairs(model: nn.Module, single: nn.Module) -> list[tuple[nn.Parameter, nn.Pa
     return list(zip(model.parameters(), single.parameters(), strict=True))
 
 
-def error(found: Any, expected: Any) -> float:
+def error(actual: Any, expected: Any) -> float:
     """‖found - expected‖ / ‖expected‖; a key's bias has a gradient of rounding only."""
-    return float((found - expected).double().norm() / expected.double().norm().clamp(min=1e-6))
+    return float((actual - expected).double().norm() / expected.double().norm().clamp(min=1e-6))
 
 
 def by_name() -> Facts:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autopar
-from derivative_models import MODELS, made
+from derivative_models import MODELS, model_and_inputs
 from on_ranks import Facts, everywhere, run_tasks
 
 
@@ -35,7 +35,7 @@ def steps(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
 
 def task(name: str) -> Facts:
     """By layout: the largest difference of any value on any rank, and how far one device moved."""
-    model, inputs = made(name)  # the same weights and inputs on every rank
+    model, inputs = model_and_inputs(name)  # the same weights and inputs on every rank
     before = [p.detach().clone() for p in model.parameters()]
     expected = steps(copy.deepcopy(model), inputs)
     own = [expected[n].detach() for n, _ in model.named_parameters()]

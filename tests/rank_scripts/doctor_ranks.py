@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.cli.doctor import Finding, Session, exchanges, kernels
-from autopar.cli.doctor.examination import Examination
 from autopar.ops import comm
 from autopar.runtime.training import step_graph
+from autopar.tools.doctor import Finding, Session, exchanges, kernels
+from autopar.tools.doctor.examination import Examination
 
 OUT = Path(sys.argv[1])
 

@@ -44,7 +44,7 @@ def loss_of(model: nn.Module, step: int = 0, rows: int = 8) -> Tensor:
     return model(x, torch.randint(0, 64, (rows,), generator=generator))
 
 
-def held(model: nn.Module) -> AbstractContextManager[None]:
+def hold_gradients(model: nn.Module) -> AbstractContextManager[None]:
     return model.no_sync() if isinstance(model, autopar.ParallelModule) else nullcontext()
 
 
@@ -62,7 +62,7 @@ def one_sum_for_four_backwards(model: nn.Module) -> list[Tensor]:
     optimizer, losses = adamw(model), []
     for step in range(3):
         for part in range(4):
-            with held(model) if part < 3 else nullcontext():
+            with hold_gradients(model) if part < 3 else nullcontext():
                 loss = loss_of(model, 4 * step + part) / 4
                 loss.backward()
             losses.append(loss)
@@ -75,7 +75,7 @@ def one_sum_for_four_backwards(model: nn.Module) -> list[Tensor]:
 @habit
 def a_sum_before_and_after(model: nn.Module) -> list[Tensor]:
     loss_of(model, 0).backward()
-    with held(model), held(model):
+    with hold_gradients(model), hold_gradients(model):
         loss_of(model, 1).backward()
     loss_of(model, 2).backward()
     loss_of(model, 3).backward()
@@ -85,7 +85,7 @@ def a_sum_before_and_after(model: nn.Module) -> list[Tensor]:
 @habit
 def what_is_held_is_forgotten(model: nn.Module) -> list[Tensor]:
     optimizer = adamw(model)
-    with held(model):
+    with hold_gradients(model):
         loss_of(model, 0).backward()
     optimizer.zero_grad()
     loss_of(model, 1).backward()
@@ -94,13 +94,13 @@ def what_is_held_is_forgotten(model: nn.Module) -> list[Tensor]:
 
 @habit
 def a_last_batch_of_fewer_rows(model: nn.Module) -> list[Tensor]:
-    with held(model):
+    with hold_gradients(model):
         loss_of(model, 0).backward()
     loss_of(model, 1, rows=4).backward()
-    with held(model):
+    with hold_gradients(model):
         loss_of(model, 2, rows=4).backward()
     loss_of(model, 3).backward()
-    with held(model):
+    with hold_gradients(model):
         loss_of(model, 4).backward()
     loss_of(model, 5, rows=3).backward()
     return []
@@ -109,7 +109,7 @@ def a_last_batch_of_fewer_rows(model: nn.Module) -> list[Tensor]:
 @habit
 def a_step_on_what_is_held(model: nn.Module) -> list[Tensor]:
     optimizer = adamw(model)
-    with held(model):
+    with hold_gradients(model):
         loss_of(model, 0).backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
@@ -120,11 +120,11 @@ def a_step_on_what_is_held(model: nn.Module) -> list[Tensor]:
 
 @habit
 def a_backward_after_the_context(model: nn.Module) -> list[Tensor]:
-    with held(model):
+    with hold_gradients(model):
         loss = loss_of(model, 0)
     loss.backward()
     loss = loss_of(model, 1)
-    with held(model):
+    with hold_gradients(model):
         loss.backward()
     loss_of(model, 2).backward()
     return []

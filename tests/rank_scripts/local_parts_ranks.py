@@ -131,7 +131,7 @@ def written(shares: str) -> Facts:
     return {"pair": [found[1:], [found[0], found[0]]]}
 
 
-def held(act: Callable[[nn.Module], Any]) -> Facts:
+def on_pair(act: Callable[[nn.Module], Any]) -> Facts:
     par, net = pair()
     return {"pair": [act(par), act(net)]}
 
@@ -163,10 +163,10 @@ def node() -> Facts:
 
 
 TASKS: dict[str, Callable[[], Facts]] = {
-    "two calls": lambda: held(two_calls),
-    "hooks": lambda: held(hooks),
-    "trained": lambda: held(trained),
-    "others": lambda: held(others),
+    "two calls": lambda: on_pair(two_calls),
+    "hooks": lambda: on_pair(hooks),
+    "trained": lambda: on_pair(trained),
+    "others": lambda: on_pair(others),
     "a weight is returned": lambda: written("weight"),
     "a view is returned": lambda: written("view"),
     "node": node,

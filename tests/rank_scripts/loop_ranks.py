@@ -285,11 +285,11 @@ def results(run: Run, model: nn.Module, state: dict[str, Tensor]) -> dict[str, T
     return values
 
 
-def apart(par: nn.Module, one: nn.Module, run: Run) -> Any:
+def apart(par: nn.Module, single: nn.Module, run: Run) -> Any:
     """The largest difference, or what was raised on the parallel model alone."""
-    state = copy.deepcopy(one.state_dict())
-    expected = results(run, one, state)
-    one.load_state_dict(state)
+    state = copy.deepcopy(single.state_dict())
+    expected = results(run, single, state)
+    single.load_state_dict(state)
     try:
         actual = results(run, par, state)
     except Exception as error:

@@ -67,17 +67,17 @@ def calls() -> Iterator[tuple[str, AbstractContextManager[Any], tuple[Tensor, ..
     yield "with gradients", nullcontext(), batch(6)
 
 
-def differences(par: Any, one: nn.Module) -> Iterator[tuple[str, float]]:
+def differences(par: Any, single: nn.Module) -> Iterator[tuple[str, float]]:
     """How far each call is from the same call of the original, which holds the same numbers."""
     for name, context, inputs in calls():
         with context:
-            result, expected = par(*inputs), one(*inputs)
+            result, expected = par(*inputs), single(*inputs)
             yield name, float((whole(result) - expected).abs().max())
         if expected.requires_grad:
             par.zero_grad()
             result.backward()
             expected.backward()
-            for parameter, trained in one.named_parameters():
+            for parameter, trained in single.named_parameters():
                 gradient = whole(par.get_parameter(parameter).grad)
                 yield f"{name}: {parameter}", float((gradient - trained.grad).abs().max())
 

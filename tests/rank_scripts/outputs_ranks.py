@@ -66,16 +66,16 @@ def whole(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def apart(par: Any, one: nn.Module, rows: int, loss: Callable[..., Tensor]) -> float:
+def apart(par: Any, single: nn.Module, rows: int, loss: Callable[..., Tensor]) -> float:
     """The largest difference of a loss, an output or a gradient."""
     ids, targets = batch(rows)
-    par.zero_grad(), one.zero_grad()
-    outputs, expected = par(ids), one(ids)
+    par.zero_grad(), single.zero_grad()
+    outputs, expected = par(ids), single(ids)
     differences = [float((whole(outputs[n]) - expected[n]).abs().max()) for n in expected]
     found, right = loss(outputs, targets), loss(expected, targets)
     differences.append(float((whole(found) - right).abs()))
     found.backward(), right.backward()
-    for name, parameter in one.named_parameters():
+    for name, parameter in single.named_parameters():
         gradient = par.get_parameter(name).grad
         if parameter.grad is None:
             assert gradient is None or not whole(gradient).any()
@@ -115,13 +115,13 @@ def written(par: Any) -> str:
     return ""
 
 
-def with_others(par: Any, one: nn.Module) -> float:
+def with_others(par: Any, single: nn.Module) -> float:
     """How far torch.func.functional_call with half of every parameter is from one device's."""
     ids, _ = batch()
-    halves = [{n: p.detach() / 2 for n, p in module.named_parameters()} for module in (par, one)]
+    halves = [{n: p.detach() / 2 for n, p in module.named_parameters()} for module in (par, single)]
     found, right = (
         torch.func.functional_call(module, half, (ids,))["scores"]
-        for module, half in zip((par, one), halves, strict=True)
+        for module, half in zip((par, single), halves, strict=True)
     )
     return float((found - right).detach().abs().max())
 

@@ -22,10 +22,10 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def largest_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Relative to the largest entry of each; all ranks gather each tensor."""
     errors = [
-        float((whole(found[name]) - value).abs().max() / value.abs().max().clamp(min=1e-6))
+        float((whole(actual[name]) - value).abs().max() / value.abs().max().clamp(min=1e-6))
         for name, value in expected.items()
     ]
     return max(errors)

@@ -42,8 +42,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
 
 
-def error(found: list[Tensor], expected: list[Tensor]) -> float:
-    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True))
+def error(actual: list[Tensor], expected: list[Tensor]) -> float:
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True))
 
 
 def under_autocast(work: Callable[[], Any]) -> Any:

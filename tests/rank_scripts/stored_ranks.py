@@ -43,8 +43,8 @@ Trained = tuple[Any, torch.optim.Optimizer, Any]  # a model, its optimizer, its 
 FOLDER = Path(os.environ.get("STORED_AT", "."))
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def same(first: torch.Tensor, other: torch.Tensor) -> bool:
+    return first.shape == other.shape and torch.equal(first, other)
 
 
 # -- every stored layout ---------------------------------------------------------------------------
@@ -152,9 +152,13 @@ def _joined(value: torch.Tensor) -> torch.Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def _differing(one: dict[str, Any], other: dict[str, Any], what: str) -> list[str]:
-    keys = [f"{what}: keys {sorted(one.keys() ^ other.keys())[:3]}"] * (one.keys() != other.keys())
-    return keys + [f"{what}: {n}" for n in one.keys() & other.keys() if not same(one[n], other[n])]
+def _differing(first: dict[str, Any], other: dict[str, Any], what: str) -> list[str]:
+    keys = [f"{what}: keys {sorted(first.keys() ^ other.keys())[:3]}"] * (
+        first.keys() != other.keys()
+    )
+    return keys + [
+        f"{what}: {n}" for n in first.keys() & other.keys() if not same(first[n], other[n])
+    ]
 
 
 def trained_models() -> Facts:
@@ -180,8 +184,8 @@ def _apart(single: dict[str, torch.Tensor], par: nn.Module, what: str) -> list[s
     return [f"{what}: {n} is far from one device's" for n, fits in near.items() if not fits]
 
 
-def _taken_over(name: str, source: str, given: Trained, taker: Trained) -> list[str]:
-    par, optimizer, _ = given
+def _taken_over(name: str, source: str, giver: Trained, taker: Trained) -> list[str]:
+    par, optimizer, _ = giver
     other, states, inputs = taker
     what, trained = f"{name} from {source} to {other.plan.layout}", _full(par, optimizer)
     folder = FOLDER / f"{name} {source}"
@@ -196,7 +200,7 @@ def _taken_over(name: str, source: str, given: Trained, taker: Trained) -> list[
     wrong = _differing(_full(other, states), trained, f"{what}, checkpoint")
     for first in (False, True):
         _train(other, states, inputs, steps=1)
-        _hand_over(given, taker, first)
+        _hand_over(giver, taker, first)
         wrong += _differing(_full(other, states), trained, f"{what}, state dicts, {first=}")
     kept = _state(par, optimizer)
     kept = {part: _cloned(state) for part, state in kept.items()}
@@ -211,11 +215,11 @@ def _cloned(state: Any) -> Any:
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), state)
 
 
-def _hand_over(given: Trained, taker: Trained, first: bool) -> None:
+def _hand_over(giver: Trained, taker: Trained, first: bool) -> None:
     """Whole tensors go from one model and optimizer to the other; `first`: from rank 0's alone."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=first)
-    model_state = _cloned(get_model_state_dict(given[0], options=options))
-    optimizer_state = _cloned(get_optimizer_state_dict(given[0], given[1], options=options))
+    model_state = _cloned(get_model_state_dict(giver[0], options=options))
+    optimizer_state = _cloned(get_optimizer_state_dict(giver[0], giver[1], options=options))
     if first and dist.get_rank() > 0:
         model_state, optimizer_state = {}, {}
     into = StateDictOptions(full_state_dict=True, broadcast_from_rank0=first)

@@ -90,27 +90,27 @@ def joined(value: Tensor, layout: Layout) -> Tensor:
     return whole[tuple(map(slice, value.shape))].clone()
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """‖found - expected‖ / ‖expected‖, in L2."""
-    return float((found - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm())
 
 
-def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    return max((error(found[name], expected[name]), name) for name in expected)
+def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    return max((error(actual[name], expected[name]), name) for name in expected)
 
 
-def together(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+def together(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The error of all tensors as one long vector, which itself would be as large as the model."""
-    assert all(found[n].shape == e.shape for n, e in expected.items())
+    assert all(actual[n].shape == e.shape for n, e in expected.items())
 
     def length(tensors: Iterable[Tensor]) -> float:
         return math.hypot(*(float(t.norm()) for t in tensors))
 
-    return length(found[n] - e for n, e in expected.items()) / length(expected.values())
+    return length(actual[n] - e for n, e in expected.items()) / length(expected.values())
 
 
-def told(parameter: Tensor, gradient: Tensor, least: float) -> Tensor:
+def significant(parameter: Tensor, gradient: Tensor, least: float) -> Tensor:
     """The parameter, zero where the gradient is rounding noise: AdamW takes a step of full length
     whatever the gradient's size, so those entries go anywhere (the bias of attention's keys, which
     softmax does not see).
@@ -123,16 +123,16 @@ def noise(gradients: dict[str, Tensor]) -> float:
     return 1e-6 * max(float(g.abs().max()) for g in gradients.values())
 
 
-def compared(single: tuple[Any, ...], found: tuple[Any, ...]) -> Facts:
+def compared(single: tuple[Any, ...], actual: tuple[Any, ...]) -> Facts:
     """Relative errors of what `trained` returned: of gradients and parameters the worst one with
     its name, of gradients that are more than noise, and all in one.
     """
-    loss, _, gradients, parameters = found
+    loss, _, gradients, parameters = actual
     assert gradients.keys() == single[2].keys(), gradients.keys() ^ single[2].keys()
     least = noise(single[2])
     told_gradients = {n: g for n, g in single[2].items() if float(g.abs().max()) > least}
     told_parameters = (
-        (error(told(parameters[n], g, least), told(single[3][n], g, least)), n)
+        (error(significant(parameters[n], g, least), significant(single[3][n], g, least)), n)
         for n, g in single[2].items()
     )
     return {

@@ -38,8 +38,8 @@ def parallel_model(layout: str) -> Any:
     return autopar.parallelize(fresh(), inputs=batch, layout=layout)
 
 
-def difference(one: nn.Module, other: nn.Module) -> float:
-    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+def difference(first: nn.Module, other: nn.Module) -> float:
+    pairs = zip(first.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
 
 

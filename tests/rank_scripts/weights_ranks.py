@@ -91,12 +91,12 @@ def on_meta(make: Callable[[], nn.Module], inputs: Any, layout: str) -> Any:
     return autopar.parallelize(model, inputs=inputs, layout=layout)
 
 
-def equal(par: Any, one: nn.Module) -> list[str]:
+def equal(par: Any, single: nn.Module) -> list[str]:
     """The names of what is not, to the bit, what one device holds."""
     state = {
         n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in par.state_dict().items()
     }
-    return [n for n, x in one.state_dict().items() if not torch.equal(state[n], x)]
+    return [n for n, x in single.state_dict().items() if not torch.equal(state[n], x)]
 
 
 def started(name: str, layout: str) -> dict[str, Any]:

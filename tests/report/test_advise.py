@@ -21,8 +21,8 @@ from torch.nn import functional as F
 import autopar
 import moe_models
 from autopar.errors import PlanError
-from autopar.report.advise import TOOLS, advise
-from autopar.report.advise.degrees import MODES, Degrees, contexts_of, experts_of, splits_of
+from autopar.tools.advise import TOOLS, advise
+from autopar.tools.advise.degrees import MODES, Degrees, contexts_of, experts_of, splits_of
 
 WORLD = autopar.World.preset("dgx-h100", 8)
 NODES = autopar.World.preset("dgx-h100", 16)
@@ -130,6 +130,7 @@ def test_a_single_long_sequence_is_split() -> None:
     assert f"context_parallel_degree = {advice.degrees.context}" in advice.text
 
 
+@pytest.mark.slow
 def test_experts_are_split() -> None:
     model, _, kwargs = moe_models.mixtral()
     world = autopar.World.preset("dgx-h100", 4)
@@ -139,6 +140,7 @@ def test_experts_are_split() -> None:
     assert planned[advice.degrees] == min(planned.values())
 
 
+@pytest.mark.slow
 def test_less_memory_shards_and_recomputes() -> None:
     model, inputs = model_and_tokens()
     free = advise(model, WORLD, inputs, "torchtitan", compare=False)

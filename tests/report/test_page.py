@@ -24,7 +24,7 @@ from autopar.ir.layout import I, Layout, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_seconds
-from autopar.report import alternatives, facts, figures, page, pictures
+from autopar.tools.report import alternatives, facts, figures, page, pictures
 
 WORLD = autopar.World.preset("dgx-h100", 16)
 MOST_BYTES = 6_000_000

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from launch import launched
 
 
+@pytest.mark.slow
 def test_a_search_for_nan_finds_it_and_alarms_of_nothing_else(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "ddp", "fsdp", "megatron", script="anomaly_ranks.py")
     assert facts["fsdp"].keys() == {"plain", "no_sync", "microbatches", "eager"}

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import autopar
 import models
 from autopar import _compat
-from autopar.cost.peak import Lives, highest
+from autopar.cost.peak import LifetimeRecorder, highest
 from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait
 from autopar.ops import process_groups
 from autopar.passes import OPTIONS
@@ -103,6 +103,7 @@ def called(code: str, wanted: dict[str, str]) -> list[str]:
     return found
 
 
+@pytest.mark.slow_cells("4d", "fsdp")
 @pytest.mark.parametrize("layout", ["fsdp", "4d"])
 def test_inductor_keeps_the_order_of_collectives_waits_and_products(
     layout: str, groups: None
@@ -114,7 +115,7 @@ def test_inductor_keeps_the_order_of_collectives_waits_and_products(
         return graph.forward
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scheduled, "_compiled", lambda self, *given: keep(*given))
+        patch.setattr(Scheduled, "_compiled", lambda self, *arguments: keep(*arguments))
         derived(layout, "inductor")
     assert len(graphs) == 2
     for (graph, inputs), backward in zip(graphs, (False, True), strict=True):
@@ -139,7 +140,7 @@ def planned(ranks: int, layout: Any, recompute: Any) -> autopar.Plan:
     return autopar.plan(model, ranks, inputs, layout, **how)
 
 
-def held(plan: autopar.Plan, passes: tuple[str, ...]) -> tuple[Scheduled, int]:
+def run_and_peak(plan: autopar.Plan, passes: tuple[str, ...]) -> tuple[Scheduled, int]:
     """The derived graphs, and the most bytes that a step by them holds, counted as cost/peak.py
     counts: memories without storage, by torch's own rules.
     """
@@ -147,13 +148,13 @@ def held(plan: autopar.Plan, passes: tuple[str, ...]) -> tuple[Scheduled, int]:
     run = Scheduled(dataclasses.replace(program, plan=plan), plan.world, passes)
     with _compat.fake_mode():
         values = [value_of(entry, program) for entry in program.signature.inputs]
-        step, lives = run.derived(values), Lives()
+        step, lives = run.derived(values), LifetimeRecorder()
         for value in values:
             lives.note(value)
         with lives:
             found = step(*values)
             next(x for x in found if x.requires_grad and not x.dim()).backward()
-    return run, highest(lives.lives)[1]
+    return run, highest(lives.lifetimes)[1]
 
 
 def collectives(run: Scheduled) -> list[int]:
@@ -162,6 +163,7 @@ def collectives(run: Scheduled) -> list[int]:
     return [sum(collective_of(node) is not None for node in graph.nodes) for graph in graphs]
 
 
+@pytest.mark.slow_cells("4-fsdp-both", "4-fsdp-gathers", "4-fsdp-selective", "4-megatron-sp-full")
 @pytest.mark.parametrize(
     ("ranks", "layout", "recompute"),
     [
@@ -170,9 +172,9 @@ def collectives(run: Scheduled) -> list[int]:
     ],
 )
 def test_what_the_plan_makes_again_is_not_saved(ranks: int, layout: str, recompute: str) -> None:
-    plain, plain_bytes = held(planned(ranks, layout, "none"), ())
+    plain, plain_bytes = run_and_peak(planned(ranks, layout, "none"), ())
     plan = planned(ranks, layout, recompute)
-    again, least = held(plan, ())
+    again, least = run_and_peak(plan, ())
     before, after = collectives(plain), collectives(again)
     more = len(plan.collectives) - len(planned(ranks, layout, "none").collectives)
     assert after[0] == before[0] and bool(more) <= after[1] - before[1] <= more
@@ -181,12 +183,12 @@ def test_what_the_plan_makes_again_is_not_saved(ranks: int, layout: str, recompu
     assert least < plain_bytes
     states = plan.memory.optimizer
     assert least <= plan.memory.peak - states
-    _, most = held(dataclasses.replace(plan, limit=plan.peak_bytes), OPTIONS)
+    _, most = run_and_peak(dataclasses.replace(plan, limit=plan.peak_bytes), OPTIONS)
     assert most <= max(least, plan.memory.peak - states)
 
 
 def test_gathers_of_the_backward_are_issued_ahead() -> None:
-    run, _ = held(planned(4, "fsdp", "gathers"), ("schedule",))
+    run, _ = run_and_peak(planned(4, "fsdp", "gathers"), ("schedule",))
     assert run.backward is not None
     nodes = list(run.backward.graph.nodes)
     place = {node: number for number, node in enumerate(nodes)}
@@ -200,7 +202,7 @@ def test_gathers_of_the_backward_are_issued_ahead() -> None:
 
 
 def test_a_scheduled_graph_is_listed_with_its_collectives() -> None:
-    run, _ = held(planned(4, "fsdp", "gathers"), ("schedule",))
+    run, _ = run_and_peak(planned(4, "fsdp", "gathers"), ("schedule",))
     assert run.forward is not None and run.backward is not None
     for module, kind in ((run.forward, "all_gather"), (run.backward, "reduce_scatter")):
         text = autopar.listing(module, shapes=True)
@@ -228,6 +230,7 @@ def right(facts: dict[str, Any], where: str, runs: str = "") -> None:
     assert facts["runs"] == runs or not runs, where
 
 
+@pytest.mark.slow
 def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
     facts = on_ranks(tmp_path, "quick", "callable", "outside", "failing", "again", seconds=240)
     for cell, found in facts["again"].items():
@@ -247,6 +250,7 @@ def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
     assert facts["failing"]["unknown"].startswith("PlanError: torch.compile knows no backend 'none")
 
 
+@pytest.mark.slow
 def test_buckets_of_sums_in_two_levels(tmp_path: Path) -> None:
     """Each as many scatters, sums between nodes and gathers; no part is copied out of one."""
     facts = on_ranks(tmp_path, "levels", ranks=4)["levels"]

@@ -44,15 +44,15 @@ def test_dropout_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
     _assert_goes_on(launched(folder, 2, str(folder), "dropout", script="checkpoint_ranks.py"))
 
 
-def _assert_goes_on(found: dict[str, Any]) -> None:
-    assert found["none yet"] is None and found["loaded"] == STEPS
-    assert found["steps"] == [HALF, STEPS]
-    assert len(found["later"]) == 6
-    for name, losses in found["later"].items():
-        assert losses == pytest.approx(found["losses"][HALF:], abs=1e-5), name
+def _assert_goes_on(facts: dict[str, Any]) -> None:
+    assert facts["none yet"] is None and facts["loaded"] == STEPS
+    assert facts["steps"] == [HALF, STEPS]
+    assert len(facts["later"]) == 6
+    for name, losses in facts["later"].items():
+        assert losses == pytest.approx(facts["losses"][HALF:], abs=1e-5), name
         if name.startswith("fsdp"):
-            assert losses == found["losses"][HALF:]  # to the bit
-    assert found["draws"] == [True] * 6
+            assert losses == facts["losses"][HALF:]  # to the bit
+    assert facts["draws"] == [True] * 6
 
 
 def batches(start: int) -> list[list[torch.Tensor]]:

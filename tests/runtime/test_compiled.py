@@ -41,6 +41,7 @@ def same(facts: dict[str, Any]) -> None:
     assert facts["whole"] and facts["equal"]
 
 
+@pytest.mark.slow
 def test_a_plain_script_trains_by_name_on_two_ranks(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "by name", script="compiled_ranks.py")["by name"]
     same(facts)
@@ -51,6 +52,7 @@ def test_a_plain_script_trains_by_name_on_two_ranks(tmp_path: Path) -> None:
     assert any("blocks.1" in name for name in facts["subgraphs"])  # repeated blocks are known
 
 
+@pytest.mark.slow
 def test_named_layouts_pieces_and_dropout_on_two_ranks(tmp_path: Path) -> None:
     tasks = "layouts", "pieces", "dropped", "inner", "whole step"
     facts = launched(tmp_path, 2, *tasks, script="compiled_ranks.py")
@@ -67,6 +69,7 @@ def test_named_layouts_pieces_and_dropout_on_two_ranks(tmp_path: Path) -> None:
     assert facts["inner"]["waits"] == [True, True]  # ddp waits in the backward, and for the loss
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "differing", script="compiled_ranks.py")["differing"]
     for what, name in (("parameters", r"up\.weight"), ("inputs", "x")):
@@ -80,6 +83,7 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
     assert all(told.startswith(says) for told in facts["later"]), facts["later"]
 
 
+@pytest.mark.slow_cells("4d", "auto", "fsdp", "megatron")
 @pytest.mark.parametrize("layout", ["auto", "ddp", "fsdp", "megatron", "4d"])
 def test_everything_stored_and_returned_is_whole(layout: str) -> None:
     model, args, _ = models.gpt()

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from launch import launched
 
 
+@pytest.mark.slow
 def test_complex_parameters_train_and_come_back(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "training", "states", script="complex_ranks.py")
     assert facts["training"].keys() == {"ddp", "fsdp", "megatron"}

@@ -13,10 +13,10 @@ from draw_ranks import ROWS, STEPS, example, run, trained
 from launch import launched
 
 
-def same(found: dict[str, list[float]], alone: list[float]) -> None:
-    for layout, numbers in found.items():
+def same(actual: dict[str, list[float]], alone: list[float]) -> None:
+    for layout, numbers in actual.items():
         assert numbers == pytest.approx(alone, rel=1e-9, abs=1e-9), layout
-    assert found and len(set(alone[:STEPS])) == STEPS  # every step draws anew
+    assert actual and len(set(alone[:STEPS])) == STEPS  # every step draws anew
 
 
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
@@ -29,16 +29,19 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return launched(tmp_path_factory.mktemp("draws"), 2, *tasks, script="draw_ranks.py")
 
 
+@pytest.mark.slow_cells("*")
 @pytest.mark.parametrize("task", ["diffusion", "parts", "recomputed"])
 def test_so_they_do_in_parts_and_with_blocks_that_run_again(facts: Any, task: str) -> None:
     same(facts[task], run("diffusion", 1, microbatches=2 if task == "parts" else 1))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_the_same_draws(facts: Any) -> None:
     found = facts["resumed"]
     assert found["again"] == pytest.approx(found["later"], rel=1e-9, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_so_does_one_rank(facts: Any) -> None:
     """From the checkpoint of two."""
     model, inputs = example("diffusion")

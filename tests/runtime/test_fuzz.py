@@ -40,6 +40,7 @@ def test_there_are_fifty_fixed_cases() -> None:
     assert len(FIXED) == len({Case.parse(line) for line in FIXED}) == 50
 
 
+@pytest.mark.slow_cells("0", "10", "15", "20", "25", "30", "35", "40", "45", "5")
 @pytest.mark.parametrize("place", range(0, 50, 5))
 def test_fixed_cases(team: Team, place: int) -> None:
     for line in FIXED[place : place + 5]:
@@ -47,6 +48,7 @@ def test_fixed_cases(team: Team, place: int) -> None:
         assert result.kind == "ok", f"{line}: {result.kind} {result.said}"
 
 
+@pytest.mark.slow_cells("a table that outgrows memory")
 @pytest.mark.parametrize("name", MENDED)
 def test_mended_cases(team: Team, name: str) -> None:
     """Right, or refused by name; never a wrong number, an error of Python's, a hang."""
@@ -72,6 +74,7 @@ def test_cases_on_real_ranks() -> None:
 
 
 # -- the fuzzer itself -----------------------------------------------------------------------------
+@pytest.mark.slow
 def test_every_kind_of_op_gets_into_modules() -> None:
     for name in TABLE:
         assert any(name in _used(name, seed) for seed in range(60)), name
@@ -141,6 +144,7 @@ MISSED = {
 }
 
 
+@pytest.mark.slow_cells("mode:1")
 @pytest.mark.parametrize("habit", MISSED)
 def test_a_stale_graph_is_found_by_a_habit(habit: str) -> None:
     """On one real rank, where the module is the same but for what the habit changes."""
@@ -223,6 +227,7 @@ def test_a_failure_is_shrunk_to_the_habit_that_makes_it_fail() -> None:
     assert str(small).endswith("| 2 | 'ddp' | write:3")
 
 
+@pytest.mark.slow
 def test_a_hang_and_a_process_that_dies_are_failures() -> None:
     made = Team()
     try:

@@ -18,6 +18,7 @@ from autopar.runtime.profiler import MeasuredStep, read_profile, timeline
 from launch import launched
 
 
+@pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
     tasks = ["fsdp in-order", "4d overlapped"]
     found = launched(tmp_path, 4, *tasks, "one_fails", script="timeline_ranks.py")
@@ -123,7 +124,7 @@ OPS = (
 )
 
 
-def told(events: list[Any], *others: float) -> MeasuredStep:
+def measure(events: list[Any], *others: float) -> MeasuredStep:
     """Of rank 3, beside one on which both sums took so long."""
     played = read_profile(events, SCRIPT)
     everywhere = [played.durations] * 4
@@ -133,7 +134,7 @@ def told(events: list[Any], *others: float) -> MeasuredStep:
 
 
 def test_what_was_hidden_and_what_was_waited_for() -> None:
-    found = told(step(*OPS))
+    found = measure(step(*OPS))
     spans = {(span.name, span.kind): span for span in found.spans}
     assert [round(value * 1e6) for value in (found.seconds, found.computing)] == [100, 26]
     assert [round(value * 1e6) for value in (found.exposed_seconds, found.issuing)] == [31, 4]
@@ -153,7 +154,7 @@ def test_what_was_hidden_and_what_was_waited_for() -> None:
 
 def test_waiting_for_a_late_rank_is_no_communication() -> None:
     """The first sum took 29 here and 8 on the rank that came last, the second one 20 and 15."""
-    found = told(step(*OPS), 8.0, 15.0)
+    found = measure(step(*OPS), 8.0, 15.0)
     spans = {(span.name, span.kind): span for span in found.spans if span.kind != "skew"}
     one, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
     assert [round(v * 1e6) for v in (one.start, one.end, one.hidden, one.exposed)] == [
@@ -166,7 +167,7 @@ def test_waiting_for_a_late_rank_is_no_communication() -> None:
     assert [(s.name, round(s.start * 1e6), round(s.end * 1e6)) for s in late] == [
         ("sum_1", 30, 32), ("sum_2", 42, 45)
     ]  # fmt: skip
-    whole = told(step(*OPS))
+    whole = measure(step(*OPS))
     assert found.exposed_seconds + found.skew_seconds == pytest.approx(whole.exposed_seconds)
     assert found.other_seconds == pytest.approx(whole.other_seconds)
     assert found.communication == pytest.approx(23e-6)
@@ -191,15 +192,15 @@ def test_equal_collectives_go_to_the_threads_of_their_group() -> None:
     assert found == [(11, 20), (12, 48), (21, 30), (49, 75)]
 
 
-@pytest.mark.parametrize("kept", [OPS[:2] + OPS[3:], OPS[:5], (*OPS, OPS[5])])
-def test_another_step_than_the_graphs_is_refused(kept: Any) -> None:
+@pytest.mark.parametrize("record", [OPS[:2] + OPS[3:], OPS[:5], (*OPS, OPS[5])])
+def test_another_step_than_the_graphs_is_refused(record: Any) -> None:
     with pytest.raises(autopar.PlanError, match="the step that ran is not the one of the graph"):
-        read_profile(step(*kept), SCRIPT)
+        read_profile(step(*record), SCRIPT)
 
 
 def test_ops_that_the_script_does_not_know_keep_their_own_name() -> None:
     odd = (event("aten::odd", 0, 0.5), *OPS)
-    found = told(step(*odd))
+    found = measure(step(*odd))
     names = [span.name for span in found.spans if span.kind == "compute"]
     assert names == ["aten::odd", "mm", "mm_1"]
     assert torch.tensor([span.seconds for span in found.spans]).min() >= 0

@@ -195,7 +195,7 @@ def test_calls_with_other_arguments_are_planned() -> None:
 def test_inputs_that_are_no_arguments_of_forward() -> None:
     for inputs in ({"z": rows()}, (), (rows(), rows(), 1.0, 2)):
         assert "it is called as forward(x" in said(
-            lambda given=inputs: autopar.plan(Net(), 2, given), InputError
+            lambda arguments=inputs: autopar.plan(Net(), 2, arguments), InputError
         )
 
 
@@ -228,6 +228,7 @@ def test_a_transformers_model_is_planned_without_its_cache() -> None:
         assert "take par.unshard()" in said(one.generate, InputError)
 
 
+@pytest.mark.slow_cells("cache")
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
 def test_packed_sequences_are_apart_where_the_model_takes_them_apart(options: Any) -> None:
     """With its cache on, transformers takes a row for one sequence, whatever its positions are."""

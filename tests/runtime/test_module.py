@@ -155,20 +155,24 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-def apart(found: dict[str, Any], *but: str) -> dict[str, Any]:
+def apart(facts: dict[str, Any], *but: str) -> dict[str, Any]:
     """The pairs of what came out of the parallel and of the plain module that are not the same."""
-    return {name: p for name, p in found.items() if name not in but and not same(*p)}
+    return {name: p for name, p in facts.items() if name not in but and not same(*p)}
 
 
 PAIRS = ("modes", "classes", "read", "frozen", "traced hooks", "copies", "complexes", "attributes")
 
 
+@pytest.mark.slow_cells(
+    "attributes", "classes", "complexes", "copies", "frozen", "modes", "traced hooks",
+)  # fmt: skip
 @pytest.mark.parametrize("task", PAIRS)
 def test_what_people_do_gives_what_one_device_gives(facts: Facts, task: str) -> None:
     found = facts(task)
     assert len(found) >= 2 and apart(found) == {}
 
 
+@pytest.mark.slow
 def test_assigned_numbers_and_gradients_are_those_that_the_graph_reads(
     facts: Facts,
 ) -> None:
@@ -195,6 +199,7 @@ def test_states_have_all_that_the_plain_ones_have(facts: Facts) -> None:
     assert found["whole on every rank"] == "Tensor"
 
 
+@pytest.mark.slow
 def test_numbers_that_change_are_inputs_where_forward_computes_with_them(
     facts: Facts,
 ) -> None:

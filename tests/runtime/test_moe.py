@@ -21,6 +21,7 @@ LAYOUTS = ("auto", "ep", "fsdp", "megatron")
 FAST = {("mixtral", "ep"), ("gshard", "ep")}
 
 
+@pytest.mark.slow_cells("mixtral-ep")
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -34,6 +35,7 @@ def test_a_mixture_of_experts_is_right_on_four_ranks(name: str, layout: str) -> 
     assert autopar.verify(model, 4, inputs or args, layout=layout).grad_error < 1e-11
 
 
+@pytest.mark.slow
 def test_memory_of_recomputed_blocks_is_filled_too() -> None:
     model, _, inputs = MOE["mixtral"]()
     autopar.verify(model, 2, inputs, layout="fsdp", recompute="full")
@@ -83,6 +85,7 @@ def test_a_plan_says_what_it_takes_of_the_router(planned: autopar.Plan) -> None:
     assert "32 tokens an expert" in note and "1.2 times as many on the busiest rank" in note
 
 
+@pytest.mark.slow
 def test_two_parts_of_a_step_give_the_same() -> None:
     model, _, inputs = mixtral()
     autopar.verify(model, 2, inputs, layout="fsdp", microbatches=2)

@@ -101,6 +101,7 @@ def refused(program: Program) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow_cells("ddp")
 @pytest.mark.parametrize("name", [*NAMED, "x2.y2 0", "x2.y2 2"])
 def test_what_is_not_broken_is_right(name: str) -> None:
     assert verified(planned(name)).grad_error < 1e-10
@@ -166,6 +167,9 @@ def name_of(value: Any) -> str:
     return target.replace(" ", "_").removeprefix("aten.")
 
 
+@pytest.mark.slow_cells(
+    "2.5d-replicate-another_axis", "ddp-replicate-dropped", "fsdp-all_gather-another_state", "x2*",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "target", "mutation"), GRAPHS, ids=name_of)
 def test_a_broken_graph_is_found(name: str, target: Any, mutation: Mutation) -> None:
     """At the last node that this mutation applies to: there it shows the least."""
@@ -209,6 +213,7 @@ RULES: list[tuple[Any, dict[str, Any], Callable[..., Tensor]]] = [
 ]
 
 
+@pytest.mark.slow_cells("mul.Tensor-{'linear':_(frozenset({0,_1}),)}-<lambda>")
 @pytest.mark.parametrize(("target", "lie", "body"), RULES, ids=name_of)
 def test_a_wrong_rule_is_found(
     target: Any, lie: dict[str, Any], body: Any, monkeypatch: pytest.MonkeyPatch
@@ -339,6 +344,9 @@ ADJOINTS: list[tuple[str, type, Callable[..., Any]]] = [
 ]
 
 
+@pytest.mark.slow_cells(
+    "x2.y2_0-SliceOfInvariant-gathered_in_another_order", "x2.y2_0-SliceOfInvariant-repeated",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "change", "backward"), ADJOINTS, ids=name_of)
 def test_a_broken_adjoint_is_found(
     name: str, change: type, backward: Callable[..., Any], monkeypatch: pytest.MonkeyPatch

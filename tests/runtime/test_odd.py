@@ -21,6 +21,17 @@ NARROW = {"casts", "complex_numbers", "complex_slices_written"}
 NAMED = ("ddp", "fsdp", "megatron")
 
 
+@pytest.mark.slow_cells(
+    "a_bias_on_scores_that_is_trained", "a_branch_that_is_detached", "a_branch_without_parameters",
+    "a_gated_pair_from_one_weight", "a_moving_average", "a_tied_embedding",
+    "a_weight_and_its_transpose", "adapters_on_a_frozen_base", "along_a_dim", "an_image_network",
+    "attention_by_bmm", "attention_by_einsum", "attention_with_dropout", "batch_norm", "casts",
+    "complex_numbers", "complex_slices_written", "dropout_in_training", "encoder_layer",
+    "encoder_layer_with_dropout", "grouped_queries_of_uneven_widths", "indices",
+    "log_softmax_and_nll_by_hand", "multihead_attention", "multihead_attention_with_weights",
+    "norms", "other_losses", "patches", "pieces", "products", "recurrent", "recurrent_layers",
+    "statistics_over_the_batch", "two_losses_and_a_mean_by_hand", "writes_into_a_tensor",
+)  # fmt: skip
 @pytest.mark.parametrize("name", ODD)
 def test_an_odd_model_is_right_on_all_ranks(name: str) -> None:
     model, args, kwargs = ODD[name]()

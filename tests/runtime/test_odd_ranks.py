@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
@@ -63,8 +64,8 @@ def _trained(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     }
 
 
-def _same_on_all_ranks(found: dict[str, Any]) -> None:
-    for tensor in pytree.tree_leaves(found):
+def _same_on_all_ranks(facts: dict[str, Any]) -> None:
+    for tensor in pytree.tree_leaves(facts):
         if isinstance(tensor, Tensor):
             copies = [torch.empty_like(tensor) for _ in range(RANKS)]
             dist.all_gather(copies, tensor.contiguous())
@@ -101,6 +102,7 @@ def _worker(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_odd_models_train_on_ranks_as_on_one(tmp_path: Path) -> None:
     context = multiprocessing.start_processes(
         _worker, (str(tmp_path),), nprocs=RANKS, join=False, start_method="spawn"

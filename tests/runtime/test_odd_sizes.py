@@ -35,6 +35,10 @@ class Classes(nn.Module):
         return F.cross_entropy(logits, labels, weight=self.weight, **self.options)
 
 
+@pytest.mark.slow_cells(
+    "plain*", "weighted-0.0-mean", "weighted-0.0-none", "weighted-0.0-sum", "weighted-0.2-none",
+    "weighted-0.2-sum",
+)  # fmt: skip
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -93,6 +97,7 @@ def _odd_sizes(heads: int, vocabulary: int, batch: int) -> tuple[nn.Module, tupl
     return OddSizes(heads, vocabulary), (tokens, tokens.roll(-1, 1))
 
 
+@pytest.mark.slow_cells("5-36-12", "5-37-3", "6-37-12")
 @pytest.mark.parametrize(
     ("heads", "vocabulary", "batch"), [(5, 36, 12), (6, 37, 12), (6, 36, 3), (5, 37, 3)]
 )
@@ -106,6 +111,7 @@ def test_sizes_that_do_not_divide_split_something_else(
     found.at_random("x2.y3", 0)
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_was_not_split_and_why() -> None:
     plan = autopar.plan(*_with_ranks(_odd_sizes(5, 37, 3), 7))
     (sentence, *_) = [line for line in plan.unsplit if "scaled_dot_product_attention" in line]
@@ -165,6 +171,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow_cells("bert bool", "bert int", "t5 int")
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_is_masked_the_same_on_all_ranks(name: str) -> None:
     found = subject(*MASKS[name]())

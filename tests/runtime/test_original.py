@@ -80,6 +80,7 @@ def test_a_buffer_that_the_graph_writes_otherwise_is_found() -> None:
         compare_original(model, program, ((x,), {}), flops=1.0)
 
 
+@pytest.mark.slow_cells("dtype0-llama", "dtype1-gpt2", "dtype1-llama")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_false_alarm(name: str, dtype: torch.dtype) -> None:
@@ -140,6 +141,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow_cells("probabilities", "rrelu")
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_order_of_memory_in_which_numbers_are_drawn_is_no_difference(name: str) -> None:
     torch.manual_seed(0)

@@ -55,6 +55,7 @@ def test_dropout_starts_anew_after_manual_seed(facts: dict[str, Any]) -> None:
     assert other == by_rank and found["same"]  # rank 0's seed counts
 
 
+@pytest.mark.slow
 def test_a_rank_that_makes_another_call_alone_waits_for_nobody(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = str(RANK_SCRIPTS / "other_calls_ranks.py")

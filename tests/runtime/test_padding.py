@@ -22,6 +22,11 @@ from padded_models import HEADS, WORDS
 LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", "atp", "3d", "4d", "2.5d", "auto"]
 
 
+@pytest.mark.slow_cells(
+    "4-2.5d-*", "4-3d-*", "4-4d-*", "4-atp-*", "4-auto-*", "4-ddp-*", "4-fsdp-*",
+    "4-megatron-bert", "4-megatron-gpt2", "4-megatron-llama", "4-megatron-sp-*", "4-megatron-t5",
+    "8-*",
+)  # fmt: skip
 @pytest.mark.parametrize("name", [*padded_models.CASES])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [4, 8])
@@ -38,6 +43,7 @@ def test_ranks_compute_what_one_does(name: str, layout: str, ranks: int) -> None
     autopar.verify(model, None, inputs, layout=plan)
 
 
+@pytest.mark.slow_cells("*")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("heads", "ranks"), [(12, 8), (25, 4)])
 def test_heads_of_published_models(heads: int, ranks: int, layout: str) -> None:
@@ -49,6 +55,7 @@ def test_heads_of_published_models(heads: int, ranks: int, layout: str) -> None:
     autopar.verify(model, None, inputs, layout=plan)
 
 
+@pytest.mark.slow_cells("log softmax", "smoothing", "weights and smoothing")
 @pytest.mark.parametrize("kind", ["smoothing", "weights", "weights and smoothing", "log softmax"])
 def test_losses_that_sum_over_all_classes_leave_the_padding_out(kind: str) -> None:
     model = padded_models.Smoothed(words=4099, kind=kind)
@@ -81,6 +88,7 @@ class Words(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+@pytest.mark.slow_cells("*-auto-*", "apart-megatron-8", "tied-megatron-4", "tied-megatron-8")
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("layout", ["megatron", "auto"])
 @pytest.mark.parametrize("apart", [False, True], ids=["tied", "apart"])
@@ -125,6 +133,7 @@ def test_the_plan_says_what_is_padded_and_a_file_keeps_it(tmp_path: Path) -> Non
         autopar.verify(other, None, text, layout=loaded)
 
 
+@pytest.mark.slow
 def test_four_ranks_train_it(tmp_path: Path) -> None:
     facts = launched(tmp_path, 4, "train", script="padding_ranks.py")["train"]
     assert [515, 516] in facts["padding"] and [6, 8] in facts["padding"]
@@ -144,6 +153,7 @@ def test_what_is_too_small_is_not_padded() -> None:
     assert not plan.padding
 
 
+@pytest.mark.slow_cells("*-gpt_oss", "*-qwen3_moe", "4-*")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("ranks", "layout"), [(2, "ep"), (4, GridEP(2, 2)), (4, GridEP(expert=2, tensor=2))], ids=str

@@ -76,11 +76,19 @@ def cells() -> Iterator[Any]:
         yield pytest.param(name, ranks, layout, marks=pytest.mark.slow if long else ())
 
 
+@pytest.mark.slow_cells(
+    "*-1-*", "*-2-*", "*-8-*", "bert-16-*", "bert-4-auto", "bert-4-ddp", "bert-4-fsdp",
+    "gpt-16-auto", "gpt-16-ddp", "gpt-16-fsdp", "gpt-16-megatron", "gpt-4-auto", "gpt-4-ddp",
+    "gpt-4-fsdp", "gpt-4-megatron", "gpt2-16-*", "gpt2-4-auto", "gpt2-4-ddp", "gpt2-4-fsdp",
+    "gpt2-4-megatron", "llama-16-*", "llama-4-auto", "llama-4-ddp", "llama-4-fsdp",
+    "llama-4-megatron", "t5-16-*", "t5-4-auto", "t5-4-ddp", "t5-4-fsdp", "t5-4-megatron",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "ranks", "layout"), cells())
 def test_parity(name: str, ranks: int, layout: str) -> None:
     holds(name, ranks, layout)
 
 
+@pytest.mark.slow_cells("*-16-*", "*-4-auto", "gemma2-8-megatron", "qwen3-8-megatron")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
@@ -95,12 +103,17 @@ def test_parity_of_more_models(name: str, ranks: int, layout: str) -> None:
     holds(name, ranks, layout)
 
 
+@pytest.mark.slow_cells("gpt-2.5d", "gpt-3d", "gpt-4d", "gpt-atp", "llama-*", "t5-*")
 @pytest.mark.parametrize("layout", ["megatron-sp", "atp", "3d", "4d", "2.5d"])
 @pytest.mark.parametrize("name", ["gpt", "llama", "t5"])
 def test_parity_of_layouts_of_the_literature(name: str, layout: str) -> None:
     holds(name, 8, layout)
 
 
+@pytest.mark.slow_cells(
+    "bert-*", "gpt-auto", "gpt-ddp", "gpt-fsdp", "gpt2-auto", "gpt2-ddp", "gpt2-fsdp",
+    "gpt2-megatron", "t5-*",
+)  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5"])
 def test_parity_with_dropout(name: str, layout: str) -> None:
@@ -113,6 +126,7 @@ def stored(plan: Plan) -> list[tuple[str, Layout]]:
     return sorted(plan.stored.items())
 
 
+@pytest.mark.slow_cells("gpt2", "llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_ddp_keeps_parameters_whole_and_splits_the_batch(name: str) -> None:
     model, inputs = example(name)
@@ -125,6 +139,7 @@ def test_ddp_keeps_parameters_whole_and_splits_the_batch(name: str) -> None:
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
 
 
+@pytest.mark.slow_cells("bert", "llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_fsdp_splits_every_parameter_and_the_batch(name: str) -> None:
     model, inputs = example(name)
@@ -137,6 +152,7 @@ def test_fsdp_splits_every_parameter_and_the_batch(name: str) -> None:
     assert {c.kind for c in plan.collectives if c.backward} >= {"reduce_scatter"}
 
 
+@pytest.mark.slow_cells("gpt2", "llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_megatron_splits_products_and_never_the_batch(name: str) -> None:
     model, inputs = example(name)
@@ -168,6 +184,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.slow_cells(
+    "*-auto", "gemma2-megatron", "llama-megatron", "qwen3-megatron", "t5-megatron",
+)  # fmt: skip
 @pytest.mark.parametrize("layout", ["auto", "megatron"])
 @pytest.mark.parametrize("name", MODELS + MORE_MODELS)
 def test_one_rank_runs_the_original(name: str, layout: str) -> None:
@@ -209,11 +228,11 @@ class Drawn(Constraint):
 
     draws = random.Random()
 
-    def joint(self, path: str, spec: Any, found: Sequence[Any]) -> list[Any]:
-        return self.draws.sample(list(found), min(4, len(found)))
+    def joint(self, path: str, rule: Any, candidates: Sequence[Any]) -> list[Any]:
+        return self.draws.sample(list(candidates), min(4, len(candidates)))
 
-    def storage(self, name: str, path: str, found: Sequence[Any]) -> list[Any]:
-        return self.draws.sample(list(found), min(4, len(found)))
+    def storage(self, name: str, path: str, candidates: Sequence[Any]) -> list[Any]:
+        return self.draws.sample(list(candidates), min(4, len(candidates)))
 
 
 @pytest.fixture
@@ -240,6 +259,10 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     return from_seed
 
 
+@pytest.mark.slow_cells(
+    "*-x4", "bert-x2.y2.z2", "bert-x2.y2", "gpt-x2.y2.z2", "gpt2-x2.y2.z2", "gpt2-x2.y2",
+    "llama-x2.y2.z2", "llama-x2.y2", "t5-*",
+)  # fmt: skip
 @pytest.mark.parametrize("mesh", ["x4", "x2.y2", "x2.y2.z2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_parity_of_random_plans(name: str, mesh: str, draw: Callable[[str, str], None]) -> None:

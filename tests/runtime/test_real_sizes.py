@@ -25,6 +25,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cells("resnet_10_at_64-fsdp")
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_real_sizes_train_on_ranks_as_on_one(tmp_path: Path, model: str, layout: str) -> None:
     task = f"{model} {layout}"

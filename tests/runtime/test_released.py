@@ -20,6 +20,7 @@ class Sum(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow_cells("1")
 @pytest.mark.parametrize("count", [1, 2])
 def test_alone(count: int) -> None:
     norm: type[nn.Module] = nn.BatchNorm1d if count == 1 else nn.LayerNorm
@@ -33,6 +34,7 @@ def test_alone(count: int) -> None:
     par(x).backward()
 
 
+@pytest.mark.slow
 def test_the_model_that_was_given_can_be_freed(tmp_path: Path) -> None:
     found = launched(tmp_path, 2, "released", script="released_ranks.py")["released"]
     assert set(found) == {*LAYOUTS, "planned", "recomputed", "in parts", "in stages"}

@@ -64,13 +64,14 @@ def test_what_is_zero_but_for_rounding_raises_no_alarm(body: Any, layout: str) -
 
 
 # -- nothing else gets more room by that -----------------------------------------------------------
-def known_of(found: Subject) -> Reference:
+def known_of(subject: Subject) -> Reference:
     leaves = [
-        tensor_to_float64(leaf) for leaf in pytree.tree_leaves(tracing.call_arguments(found.inputs))
+        tensor_to_float64(leaf)
+        for leaf in pytree.tree_leaves(tracing.call_arguments(subject.inputs))
     ]
     with double_by_default():
         return reference_step(
-            found.single, lambda one, visit: _Rank(one, {}, leaves).observe(visit)
+            subject.single, lambda rank, visit: _Rank(rank, {}, leaves).observe(visit)
         )
 
 

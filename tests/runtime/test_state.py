@@ -53,6 +53,7 @@ def test_one_rank_plans_for_another_autocast_too() -> None:
     torch.testing.assert_close(par(*batch()), model(*batch()))
 
 
+@pytest.mark.slow
 def test_ranks_under_autocast_train_as_one_does(facts: Any) -> None:
     for case, found in facts["autocast"].items():
         assert found["dtypes"] == ["torch.float32", "torch.float32"], case

@@ -51,6 +51,11 @@ def chunked(layout: Layout, coordinate: dict[str, int]) -> torch.Tensor:
     return part
 
 
+@pytest.mark.slow_cells(
+    "gated_products-data2.x2.y2", "gated_products-x2.y2", "gated_products-x2.y4",
+    "grouped_queries-x2.y2", "queries_keys_values-x2.y2", "tied_and_fused-data2.x2.y2",
+    "tied_and_fused-x2.y2", "tied_and_fused-x2.y4", "tied_and_fused-x3.y2", "tied_and_fused-x4",
+)  # fmt: skip
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", FUSED)
 def test_a_layout_is_plain_where_shards_in_mesh_order_cut_the_same_parts(
@@ -83,6 +88,12 @@ def planned(*layouts: str) -> list[tuple[str, str]]:
     return [(n, x) for n in FUSED for x in layouts if n != "odd_sizes" or x in odd]
 
 
+@pytest.mark.slow_cells(
+    "gated_products-auto", "gated_products-fsdp", "grouped_queries-4d", "grouped_queries-auto",
+    "grouped_queries-megatron", "odd_sizes-auto", "queries_keys_values-4d",
+    "queries_keys_values-auto", "queries_keys_values-fsdp", "queries_keys_values-megatron",
+    "tied_and_fused-4d", "tied_and_fused-auto", "tied_and_fused-fsdp", "tied_and_fused-megatron",
+)  # fmt: skip
 @pytest.mark.parametrize(("name", "layout"), planned("auto", "fsdp", "megatron", "4d"))
 def test_bounds_and_search_offer_the_same_stored_layouts(name: str, layout: str) -> None:
     program = annotated(name)
@@ -117,6 +128,13 @@ def _state(variable: Any, option: int) -> int | None:
     return None if state < FIRST_SLOT else variable.kind.slots[state - FIRST_SLOT][0]
 
 
+@pytest.mark.slow_cells(
+    "g*", "odd_sizes-auto", "odd_sizes-fsdp", "queries_keys_values-2.5d", "queries_keys_values-4d",
+    "queries_keys_values-atp", "queries_keys_values-auto", "queries_keys_values-ddp",
+    "queries_keys_values-fsdp", "queries_keys_values-megatron", "tied_and_fused-2.5d",
+    "tied_and_fused-4d", "tied_and_fused-atp", "tied_and_fused-auto", "tied_and_fused-ddp",
+    "tied_and_fused-fsdp", "tied_and_fused-megatron",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "layout"), planned("auto", "ddp", "fsdp", "megatron", "atp", "4d", "2.5d")
 )
@@ -164,6 +182,7 @@ def on_ranks(tmp_path: Path, ranks: int, *tasks: str) -> dict[str, Any]:
     return dict(json.loads(out.read_text()))
 
 
+@pytest.mark.slow
 def test_torch_joins_saves_and_loads_every_stored_layout(tmp_path: Path) -> None:
     """Bitwise: `full_tensor`, state dicts of model and optimizer in all option pairs, checkpoints
     written by four ranks under one layout, and read under others, by two ranks and by one process.

@@ -125,6 +125,7 @@ def right(facts: dict[str, dict[str, float]]) -> None:
         assert found and not wrong, wrong
 
 
+@pytest.mark.slow
 def test_steps_on_two_ranks(tmp_path: Path) -> None:
     """The loss of what is transposed, and later inputs that lie in another order."""
     right(launched(tmp_path, 2, "inputs", "returned", script="stride_ranks.py"))

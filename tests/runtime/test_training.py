@@ -13,6 +13,7 @@ LIMIT = 1e-4  # relative, in L2
 LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
 
 
+@pytest.mark.slow_cells("*-llama")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> None:
@@ -23,6 +24,7 @@ def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> No
         one_layout(facts[layout], f"{name} {layout} on {ranks} ranks: ")
 
 
+@pytest.mark.slow_cells("*")
 @pytest.mark.parametrize("how", ["strided", "contiguous", "heads"])
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_context_parallelism_equals_one_device(tmp_path: Path, name: str, how: str) -> None:
@@ -51,10 +53,12 @@ def one_layout(facts: dict[str, Any], where: str) -> None:
     assert facts["stored as"] == ["ParallelTensor"], where
 
 
+@pytest.mark.slow
 def test_compiled_gradients_equal_one_device(tmp_path: Path) -> None:
     compiled(launched(tmp_path, 2, "aot_eager")["aot_eager"])
 
 
+@pytest.mark.slow
 def test_weights_gathered_again_equal_one_device(tmp_path: Path) -> None:
     """The graphs that a compiler derives gather what the plan says, forward and backward."""
     facts = launched(tmp_path, 2, "regathered", "gathers of graphs")
@@ -89,6 +93,7 @@ def right(facts: dict[str, Any]) -> None:
     assert facts["parameters"][0] < LIMIT, facts
 
 
+@pytest.mark.slow
 def test_scheduled_graphs_equal_unscheduled_ones_to_the_bit(tmp_path: Path) -> None:
     facts = launched(tmp_path, 4, "scheduled")["scheduled"]
     for layout in ("fsdp", "4d"):
@@ -105,6 +110,7 @@ def test_planned_at_the_first_call(tmp_path: Path) -> None:
     assert first["count"][0] == first["count"][1]
 
 
+@pytest.mark.slow
 def test_plans_from_files_and_dropout(tmp_path: Path) -> None:
     facts = launched(tmp_path, 4, "from_file", "dropout")
     file = facts["from_file"]
@@ -119,6 +125,7 @@ def test_plans_from_files_and_dropout(tmp_path: Path) -> None:
     assert all(facts["dropout"][f"{layout} agrees"] for layout in LAYOUTS)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named_by_all(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "failing")["failing"]
     alike = {  # what every rank raises, the same on each

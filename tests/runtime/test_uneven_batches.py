@@ -34,6 +34,10 @@ def planned(case: uneven_batches.Case, ranks: int, layout: object) -> autopar.Pl
     return plan
 
 
+@pytest.mark.slow_cells(
+    "*-bert", "*-gpt2", "5-4-*", "7-4-4d-mlp", "7-4-auto-mlp", "7-4-ddp-mlp", "7-4-megatron-mlp",
+    "7-8-*",
+)  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron", "4d", "auto"])
 @pytest.mark.parametrize(("rows", "ranks"), SIZES)
@@ -47,6 +51,10 @@ def test_ranks_compute_what_one_does(rows: int, ranks: int, layout: str, name: s
         assert any(f"from {rows} to" in note for note in plan.notes)
 
 
+@pytest.mark.slow_cells(
+    "a *", "absolute", "binary", "cosine", "covariance", "divergence", "entropies", "likelihood",
+    "mean of rows", "mean", "squares of rows", "sum*", "two outputs", "weighted", "zeros",
+)  # fmt: skip
 @pytest.mark.parametrize("name", COUNTED)
 def test_losses_that_count_rows(name: str) -> None:
     plan = planned(uneven_batches.mlp(7, COUNTED[name]), 4, "ddp")
@@ -60,6 +68,7 @@ def test_ops_that_mix_rows_leave_the_batch_as_it_is(name: str) -> None:
         autopar.plan(model, 4, inputs, layout="ddp")
 
 
+@pytest.mark.slow_cells("8")
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_batch_norms_keep_the_batch_as_it_is(ranks: int) -> None:
     case = uneven_batches.convolutions(7)
@@ -68,6 +77,7 @@ def test_batch_norms_keep_the_batch_as_it_is(ranks: int) -> None:
         planned(case, ranks, "fsdp")
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_in_rows_that_are_no_copies() -> None:
     """`verify` compares it with one device, whose numbers hang on the places in all rows."""
     plan = planned(uneven_batches.gpt2(7, dropout=0.1), 4, "fsdp")
@@ -104,6 +114,7 @@ def test_a_batch_that_would_double_is_not_padded() -> None:
         autopar.plan(model, 8, inputs, layout="fsdp")
 
 
+@pytest.mark.slow
 def test_four_ranks_train_on_a_last_batch(tmp_path: Path) -> None:
     facts = launched(tmp_path, 4, "last_batch", script="padding_ranks.py")["last_batch"]
     assert facts["padding"] == [[], [[7, 8]], [[7, 8]]]

@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import VerificationError, World, passes
-from autopar.cli.targets import Llama, Sizes
 from autopar.ir.layout import Layout
 from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, local
 from autopar.planner import confirm
 from autopar.planner.bounds.option_costs import OptionCosts
+from autopar.tools.targets import Llama, Sizes
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
 
@@ -227,6 +227,9 @@ def test_a_plan_that_looks_at_memory_is_verified_too() -> None:
 
 
 # -- parametrizations ------------------------------------------------------------------------------
+@pytest.mark.slow_cells(
+    "orthogonal-False", "orthogonal-True", "spectral_norm-False", "spectral_norm-True",
+)  # fmt: skip
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "orthogonal"])
 def test_parametrized_weights_are_right_in_both_modes(kind: str, training: bool) -> None:

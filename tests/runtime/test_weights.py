@@ -173,6 +173,7 @@ def drawn_anew(module: nn.Module) -> None:
                 nn.init.orthogonal_(parameter)
 
 
+@pytest.mark.slow_cells("scaled")
 @pytest.mark.parametrize("function", [scaled, drawn_anew])
 def test_a_function_comes_after_the_constructors(function: Any) -> None:
     torch.manual_seed(6)

@@ -97,9 +97,9 @@ class Objective:
         return tuple(layout for layout in found if layout.is_plain)
 
     def _value_seconds(
-        self, value: Value, made: Layouts, wanted: tuple[Layouts, ...], copies: Layouts
+        self, value: Value, produced: Layouts, wanted: tuple[Layouts, ...], copies: Layouts
     ) -> float:
-        """The least that it costs to make a value in one of the layouts `made` (a parameter is
+        """The least that it costs to make a value in one of the layouts `produced` (a parameter is
         stored in one, for which the optimizer pays) and to bring it to all uses, each in one of the
         layouts that it takes; over at most one copy.
         """
@@ -117,7 +117,7 @@ class Objective:
                 for use in wanted
             )
 
-        return min(cost(source, copy) for source in made for copy in (None, *copies))
+        return min(cost(source, copy) for source in produced for copy in (None, *copies))
 
     @property
     def parameters(self) -> set[str]:
@@ -181,13 +181,13 @@ class _Everything:
                 break
             self.chosen.append(strategy)
             for value in self.settled[depth]:
-                ways = self.made(value), self.wanted(value), self.copies[value]
+                ways = self.produced(value), self.wanted(value), self.copies[value]
                 total += self.objective.value_seconds(value, *ways)
             if total + rest < self.below:
                 yield from self.walk(depth + 1, total)
             self.chosen.pop()
 
-    def made(self, value: Value) -> Layouts:
+    def produced(self, value: Value) -> Layouts:
         if value[0] in self.place:
             return (self.chosen[self.place[value[0]]].results[value[1]],)
         found = self.objective.placed(self.objective.named[value[0]])
@@ -209,20 +209,20 @@ class _Everything:
         for seconds in self.walk():
             ways, least = [], []
             for value in self.uses:
-                found = list(self._ways(value))
+                found = list(self._choices(value))
                 least.append(min(cost for cost, *_ in found))
-                ways.append(sorted(found, key=lambda way: way[0]))
+                ways.append(sorted(found, key=lambda pair: pair[0]))
             strategies = seconds - math.fsum(least)
             for total, picked in _sums(ways, self.below - strategies):
                 yield strategies + total, self._plan(dict(zip(self.uses, picked, strict=True)))
 
-    def _ways(self, value: Value) -> Iterator[tuple[float, Layout, Layout | None, Layouts]]:
+    def _choices(self, value: Value) -> Iterator[tuple[float, Layout, Layout | None, Layouts]]:
         """(seconds, where it is made, its copy, where its uses take it)."""
         objective, node = self.objective, self.objective.named[value[0]]
         size = results_of(node)[value[1]].dtype.itemsize
         gradient = value in objective.notes.gradient
         paid = value[0] in objective.parameters
-        for source in self.made(value):
+        for source in self.produced(value):
             own = optimizer_seconds(source, size, objective.world) if paid else 0.0
             for copy in (None, *self.copies[value]):
                 more = 0.0 if copy is None else objective.conversion(source, copy, size, gradient)
@@ -255,16 +255,16 @@ class _Everything:
         )  # fmt: skip
 
 
-def _sums(ways: list[list[Any]], below: float) -> Iterator[tuple[float, list[Any]]]:
+def _sums(choices: list[list[Any]], below: float) -> Iterator[tuple[float, list[Any]]]:
     """One way for each, ascending within each list, of all whose sum is less than `below`."""
-    if not ways:
+    if not choices:
         yield 0.0, []
         return
-    rest = math.fsum(others[0][0] for others in ways[1:])
-    for way in ways[0]:
+    rest = math.fsum(others[0][0] for others in choices[1:])
+    for way in choices[0]:
         if way[0] + rest >= below:
             return
-        for total, picked in _sums(ways[1:], below - way[0]):
+        for total, picked in _sums(choices[1:], below - way[0]):
             yield way[0] + total, [way, *picked]
 
 

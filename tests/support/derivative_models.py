@@ -154,7 +154,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-def made(name: str) -> Made:
+def model_and_inputs(name: str) -> Made:
     """Return a model and its inputs, the same at every call."""
     torch.manual_seed(0)
     return MODELS[name]()

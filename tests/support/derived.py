@@ -86,10 +86,10 @@ def placed(graph: fx.Graph, shapes: Sequence[tuple[int, ...]]) -> list[fx.Node]:
 
 
 def ran(
-    graph: fx.Graph, stand_ins: Mapping[str, Callable[..., Tensor]], given: Sequence[Tensor]
+    graph: fx.Graph, stand_ins: Mapping[str, Callable[..., Tensor]], inputs: Sequence[Tensor]
 ) -> Any:
     """What the graph gives where functions stand in for collectives; it calls them ever after."""
     for node in graph.nodes:
         name = str(node.target).split(".")[1] if "c10d" in str(node.target) else ""
         node.target = stand_ins.get(name, node.target)
-    return fx.GraphModule(torch.nn.Module(), graph)(*given)
+    return fx.GraphModule(torch.nn.Module(), graph)(*inputs)

@@ -112,7 +112,7 @@ def _by(columns: Columns, layouts: Iterable[Any]) -> Held:
     return held
 
 
-def _stored(objective: Objective, found: Program01, value: Value) -> Held:
+def _stored(objective: Objective, solution: Program01, value: Value) -> Held:
     """A parameter, for which the optimizer pays, or an input as it is given."""
     node = objective.named[value[0]]
     layouts, size = objective.placed(node), results_of(node)[value[1]].dtype.itemsize
@@ -120,16 +120,16 @@ def _stored(objective: Objective, found: Program01, value: Value) -> Held:
         layouts, seconds = layouts[:1], [0.0]
     else:
         seconds = [optimizer_seconds(layout, size, objective.world) for layout in layouts]
-    columns = found.columns(seconds, whole=True)
-    found.one_of(columns)
+    columns = solution.columns(seconds, whole=True)
+    solution.one_of(columns)
     return _by(columns, layouts)
 
 
 def _carry(
     objective: Objective,
-    found: Program01,
+    solution: Program01,
     value: Value,
-    made: Held,
+    origin: Held,
     wanted: list[Held],
     shared: Iterable[Layout],
 ) -> None:
@@ -141,31 +141,31 @@ def _carry(
     def flow(sources: Iterable[Any], targets: Iterable[Any]) -> dict[tuple[Any, Any], int]:
         pairs = [(a, b) for a in sources for b in targets]
         costs = (objective.conversion(a, b, size, gradient) for a, b in pairs)
-        return dict(zip(pairs, found.columns(costs), strict=True))
+        return dict(zip(pairs, solution.columns(costs), strict=True))
 
-    def at_most(flows: Mapping[tuple[Any, Any], int], held: Held) -> None:
+    def at_most(flows: Mapping[tuple[Any, Any], int], layouts: Held) -> None:
         """No more leaves a layout than is there."""
         leaving: dict[Any, Columns] = defaultdict(list)
         for (source, _), column in flows.items():
             leaving[source].append(column)
         for source, columns in leaving.items():
-            found.equal([*columns, *found.columns([0.0])], held[source])
+            solution.equal([*columns, *solution.columns([0.0])], layouts[source])
 
     copies: Held = {}
     if copied := list(shared):
-        columns = found.columns([0.0] * (1 + len(copied)), whole=True)  # the first is no copy
-        found.one_of(columns)
+        columns = solution.columns([0.0] * (1 + len(copied)), whole=True)  # the first is no copy
+        solution.one_of(columns)
         copies = _by(columns[1:], copied)
-        making = flow(made, copies)
-        at_most(making, made)
+        making = flow(origin, copies)
+        at_most(making, origin)
         for copy, held in copies.items():
-            found.equal([column for (_, c), column in making.items() if c == copy], held)
+            solution.equal([column for (_, c), column in making.items() if c == copy], held)
     for use in wanted:
-        direct, through = flow(made, use), flow(copies, use)
-        at_most(direct, made)
+        direct, through = flow(origin, use), flow(copies, use)
+        at_most(direct, origin)
         at_most(through, copies)
         for layout, held in use.items():
             arriving = [
                 c for flows in (direct, through) for (_, b), c in flows.items() if b == layout
             ]
-            found.equal(arriving, held)
+            solution.equal(arriving, held)

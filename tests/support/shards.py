@@ -81,7 +81,7 @@ class Traced:
 
     case: Case
     node: fx.Node
-    spec: OpShardingRule
+    rule: OpShardingRule
     factors: dict[str, tuple[Atom, ...]]
     gradient: bool
 
@@ -96,8 +96,8 @@ class Traced:
         )
         result_shapes = tuple(shape_of(v) for v in results_of(self.node))
         on = Mesh.parse(mesh)
-        choices = itertools.product(*axis_choices(self.spec, factors, on, self.gradient))
-        return strategies(self.spec, factors, on, operand_shapes, result_shapes, choices, True)
+        choices = itertools.product(*axis_choices(self.rule, factors, on, self.gradient))
+        return strategies(self.rule, factors, on, operand_shapes, result_shapes, choices, True)
 
 
 def _halved(atoms: tuple[Atom, ...]) -> tuple[Atom, ...]:
@@ -332,14 +332,14 @@ def compare(
     assert _close(layout.join(parts), expected, tolerance), f"{what} ({layout}) is wrong"
 
 
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
+def _close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     if not expected.dtype.is_floating_point:
-        return torch.equal(found, expected)
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+        return torch.equal(actual, expected)
+    return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def sample(found: list[Strategy], count: int, seed: str) -> list[Strategy]:
-    return found if len(found) <= count else random.Random(seed).sample(found, count)
+def sample(strategies: list[Strategy], count: int, seed: str) -> list[Strategy]:
+    return strategies if len(strategies) <= count else random.Random(seed).sample(strategies, count)
 
 
 # -- for people ------------------------------------------------------------------------------------

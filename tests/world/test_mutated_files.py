@@ -13,6 +13,7 @@ from autopar.planner import edit
 from autopar.runtime import apply as applying
 
 
+@pytest.mark.slow_cells("plan-40")
 @pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["plan", "world"])
 def test_broken_files_are_refused_or_harmless(kind: str, count: int) -> None:

@@ -88,22 +88,24 @@ def nonnegative(rows: NDArray[np.float64], wanted: NDArray[np.float64]) -> NDArr
 def _step_inside(
     rows: NDArray[np.float64],
     wanted: NDArray[np.float64],
-    found: NDArray[np.float64],
+    measured: NDArray[np.float64],
     free: NDArray[np.bool_],
 ) -> NDArray[np.float64]:
     """Move from one solution towards the best among the free columns, as far as none falls below 0;
     those that reach 0 are no longer free.
     """
     while free.any():
-        best = np.zeros(len(found))
+        best = np.zeros(len(measured))
         best[free] = np.linalg.lstsq(rows[:, free], wanted, rcond=None)[0]
         low = free & (best <= 0)
         if not low.any():
             return best
-        found = found + np.min(found[low] / (found[low] - best[low])) * (best - found)
-        free &= found > _TINY
-        found[~free] = 0.0
-    return found
+        measured = measured + np.min(measured[low] / (measured[low] - best[low])) * (
+            best - measured
+        )
+        free &= measured > _TINY
+        measured[~free] = 0.0
+    return measured
 
 
 def fitted(world: World, measured: Sequence[Measured]) -> World:
@@ -125,14 +127,18 @@ def fitted(world: World, measured: Sequence[Measured]) -> World:
     return replace(bare, factors=factors, measured=tuple(measured))
 
 
-def _without_bends(one: Measured) -> Measured:
+def _without_bends(measurement: Measured) -> Measured:
     """Return a measurement without bends: a line through its times at sizes far and wide."""
-    start, rate = line(_WIDE, [_algorithm(one).seconds(size) for size in _WIDE])
-    return replace(one, start_s=start, s_per_byte=rate, bends=()) if one.bends else one
+    start, rate = line(_WIDE, [_algorithm(measurement).seconds(size) for size in _WIDE])
+    return (
+        replace(measurement, start_s=start, s_per_byte=rate, bends=())
+        if measurement.bends
+        else measurement
+    )
 
 
-def _algorithm(one: Measured) -> Algorithm:
-    return Algorithm("measured", (), one.start_s, one.s_per_byte, one.bends)
+def _algorithm(measurement: Measured) -> Algorithm:
+    return Algorithm("measured", (), measurement.start_s, measurement.s_per_byte, measurement.bends)
 
 
 def _fit_bandwidths(world: World, sums: Sequence[Measured]) -> World:
@@ -278,23 +284,23 @@ def wanted(
     return grid
 
 
-def s_per_flop(one: Attending, device: torch.device) -> float:
+def s_per_flop(case: Attending, device: torch.device) -> float:
     """Return the seconds per FLOP of an attention while all ranks run the same."""
-    flops, run_once = attention(one, device)
+    flops, run_once = attention(case, device)
     return measure.shared_seconds(run_once, measure.times_for(run_once, device), device) / flops
 
 
-def attention(one: Attending, device: torch.device) -> tuple[float, Callable[[], Any]]:
+def attention(case: Attending, device: torch.device) -> tuple[float, Callable[[], Any]]:
     """Return (FLOPs, a function that runs it once) of an attention of enough samples and heads to
     take long enough.
     """
-    shape, least_flops = one.shape, _GPU_FLOPS if device.type == "cuda" else _CPU_FLOPS
+    shape, least_flops = case.shape, _GPU_FLOPS if device.type == "cuda" else _CPU_FLOPS
     count = max(1, round(least_flops / shape.flops(shape.keys)))
     heads = min(_HEADS, count)
     samples = min(_MOST_SAMPLES, count // heads)
     sizes = samples, shape.keys, heads, round(shape.head_size)
     query, key, value = (
-        torch.randn(sizes, device=device).to(one.dtype).requires_grad_().transpose(1, 2)
+        torch.randn(sizes, device=device).to(case.dtype).requires_grad_().transpose(1, 2)
         for _ in range(3)
     )
 
@@ -302,7 +308,7 @@ def attention(one: Attending, device: torch.device) -> tuple[float, Callable[[],
         return F.scaled_dot_product_attention(query, key, value, is_causal=shape.causal)
 
     flops = shape.flops(samples * heads * shape.keys)
-    if not one.backward:
+    if not case.backward:
         return flops, forward
     output = forward()
     output_gradient = torch.randn_like(output)
@@ -313,12 +319,12 @@ def attention(one: Attending, device: torch.device) -> tuple[float, Callable[[],
     return flops * ATTENTION_BACKWARD, backward
 
 
-def shares(found: Mapping[Attending, float], known: Device) -> tuple[Attention, ...]:
+def shares(times: Mapping[Attending, float], known: Device) -> tuple[Attention, ...]:
     """Return the shares of the `known` device's FLOP/s that attention reaches, from seconds per
     FLOP.
     """
     share_of = {
-        case: six(1 / (seconds * known.rate(case.dtype))) for case, seconds in found.items()
+        case: six(1 / (seconds * known.rate(case.dtype))) for case, seconds in times.items()
     }
     return tuple(
         Attention(
@@ -329,6 +335,6 @@ def shares(found: Mapping[Attending, float], known: Device) -> tuple[Attention, 
             share_of[case],
             share_of[case._replace(backward=True)],
         )
-        for case in found
+        for case in times
         if not case.backward
     )

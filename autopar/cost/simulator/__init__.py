@@ -300,11 +300,11 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
     others = program.plan.microbatches - 1
     events = Events(program, world, deferred_values(program))
     if program.plan.interleaved and overlap:
-        return dataclasses.replace(last, before=in_turns(events.run()), times=others / 2)
+        return dataclasses.replace(last, before=interleave(events.run()), times=others / 2)
     return dataclasses.replace(last, before=_shortest(events, overlap), times=others)
 
 
-def in_turns(events: Sequence[Event]) -> Timeline:
+def interleave(events: Sequence[Event]) -> Timeline:
     """Return the timeline of two parts with these events each, turn by turn."""
     both = [
         event._replace(after=tuple(2 * index + part for index in event.after))

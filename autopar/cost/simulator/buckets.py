@@ -100,17 +100,17 @@ def _fusable(
 
 
 def joined(
-    events: Sequence[Event], found: Sequence[Bucket], made: Callable[[Bucket], Event]
+    events: Sequence[Event], buckets: Sequence[Bucket], event_of: Callable[[Bucket], Event]
 ) -> tuple[Event, ...] | None:
-    """Return the events with each bucket as one event, which `made` makes except for what it
+    """Return the events with each bucket as one event, which `event_of` makes except for what it
     depends on. Sums stand where the last of the bucket stood, gathers where the first did. None
     where two buckets wait for one another: each has a member that depends on a member of the other.
     """
     leaders = {i: i for i in range(len(events))}  # by event, the one in whose place it runs
-    for members in found:
+    for members in buckets:
         leader = min(members) if events[members[0]].ahead else max(members)
         leaders.update(dict.fromkeys(members, leader))
-    fused = {leaders[members[0]]: made(members) for members in found}
+    fused = {leaders[members[0]]: event_of(members) for members in buckets}
     needs: dict[int, dict[int, None]] = {leader: {} for leader in sorted(set(leaders.values()))}
     for index, event in enumerate(events):
         needs[leaders[index]].update(dict.fromkeys(leaders[i] for i in event.after))

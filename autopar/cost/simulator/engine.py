@@ -219,9 +219,11 @@ class _Simulation:
             for other in needed:
                 self.users[other].append(index)
         self.links = Links(events)
-        self.ready: list[int] = []  # ops
+        self.ready_ops: list[int] = []  # ops
         self.late: list[tuple[int, int]] = []  # collectives to issue: (first user, event)
-        self.held: list[tuple[int, int]] = []  # prefetches, which can wait: (first user, event)
+        self.waiting_prefetches: list[
+            tuple[int, int]
+        ] = []  # prefetches, which can wait: (first user, event)
         self.alive = 0.0  # bytes that were issued ahead of their use
         self.unused: set[int] = set()  # the events whose bytes these are
         self.start, self.end = [0.0] * count, [0.0] * count
@@ -253,22 +255,22 @@ class _Simulation:
             self.deferred.append(index)
             return
         if not event.lane:
-            heapq.heappush(self.ready, index)
+            heapq.heappush(self.ready_ops, index)
             return
         use = self.users[index][0] if self.users[index] else len(self.events)
-        heapq.heappush(self.held if event.ahead else self.late, (use, index))
+        heapq.heappush(self.waiting_prefetches if event.ahead else self.late, (use, index))
 
     def _issue(self) -> None:
         """Issue every collective that is ready, and the prefetches whose time has come."""
         while self.late:
             self._send(heapq.heappop(self.late)[1])
-        while self.held and self._may_go(self.held[0][1]):
-            self._send(heapq.heappop(self.held)[1])
+        while self.waiting_prefetches and self._may_go(self.waiting_prefetches[0][1]):
+            self._send(heapq.heappop(self.waiting_prefetches)[1])
 
     def _horizon(self) -> float:
         """Return when a collective can be issued again: after the op that runs next."""
-        if self.ready:
-            return self.links.now + self.events[self.ready[0]].seconds
+        if self.ready_ops:
+            return self.links.now + self.events[self.ready_ops[0]].seconds
         return self.links.next_end() if self.links.left else self.links.now
 
     def _may_go(self, index: int) -> bool:
@@ -324,19 +326,21 @@ class _Simulation:
         """Return the next op to run: one within the window, or a deferred one; None where there is
         none.
         """
-        ready = self.ready and self.ready[0] <= self.first + self.window
+        ready = self.ready_ops and self.ready_ops[0] <= self.first + self.window
         if self.deferred and (not ready or len(self.deferred) > self.defer):
             return self.deferred.popleft()
-        return heapq.heappop(self.ready) if ready else None
+        return heapq.heappop(self.ready_ops) if ready else None
 
     def _wait(self) -> None:
         """Wait, as there is nothing to compute. The first event that is not done is then a
         collective: issue it if it was held back, else stand still until one ends.
         """
-        held_back = next((entry for entry in self.held if entry[1] == self.first), None)
+        held_back = next(
+            (entry for entry in self.waiting_prefetches if entry[1] == self.first), None
+        )
         if held_back is not None:
-            self.held.remove(held_back)
-            heapq.heapify(self.held)
+            self.waiting_prefetches.remove(held_back)
+            heapq.heapify(self.waiting_prefetches)
             self._send(self.first)
             return
         if self.settling:

@@ -260,17 +260,17 @@ def collective_cost(
     )
 
 
-def bytes_sent(kind: str, ranks: int, taken: float, made: float) -> float:
+def bytes_sent(kind: str, ranks: int, taken: float, output: float) -> float:
     """Return the bytes that a rank sends in a collective that takes and makes so many bytes."""
-    unsharded_bytes, parts = _unsharded_bytes(kind, ranks, taken, made)
+    unsharded_bytes, parts = _unsharded_bytes(kind, ranks, taken, output)
     return sent(kind, ranks) * unsharded_bytes / parts
 
 
-def _unsharded_bytes(kind: str, ranks: int, taken: float, made: float) -> tuple[float, int]:
+def _unsharded_bytes(kind: str, ranks: int, taken: float, output: float) -> tuple[float, int]:
     """Return the bytes of the unsharded value, as the cost model counts them, and the number of its
     pieces of which this is one.
     """
-    largest_bytes = max(taken, made)
+    largest_bytes = max(taken, output)
     if kind == "all_to_all":
         return largest_bytes * ranks, 1
     return (largest_bytes * ranks, ranks) if kind in ROOTED else (largest_bytes, 1)

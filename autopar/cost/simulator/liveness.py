@@ -59,7 +59,7 @@ def saved_by(forward: fx.Graph) -> dict[str, SavedMemory]:
     }
 
 
-class Lives:
+class Liveness:
     """Which storage each node of a graph shows, how large it is, and which nodes read it: the last
     reader ends it. A collective's operands are read by its wait too, outputs by the graph's output
     node.
@@ -100,15 +100,15 @@ class Staging:
     for.
     """
 
-    def __init__(self, lives: Lives) -> None:
-        self.lives = lives
+    def __init__(self, liveness: Liveness) -> None:
+        self.liveness = liveness
         self.under_way: dict[str, dict[fx.Node, float]] = defaultdict(dict)  # by group
 
     def step(self, node: fx.Node) -> None:
         """Note that the node is issued, or that it is a wait."""
-        if size := self.lives.staged(node):
+        if size := self.liveness.staged(node):
             self.under_way[group_of(node)][node] = size
-        issue = self.lives.issues.get(node)
+        issue = self.liveness.issues.get(node)
         if issue is not None:
             self.under_way[group_of(issue)].pop(issue, None)
 
@@ -125,7 +125,7 @@ def graph_peak_bytes(graph: fx.Graph, step: StepMemory) -> float:
     until its last use in the backward, an output to the end; the operands of a collective live
     until it is waited for.
     """
-    lives = Lives(graph, step)
+    lives = Liveness(graph, step)
     staging = Staging(lives)
     place = {node: number for number, node in enumerate(graph.nodes)}
     freed: dict[int, float] = defaultdict(float)

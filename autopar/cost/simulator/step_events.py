@@ -78,7 +78,7 @@ class Events:
         self.products: list[bool] = []  # for every event, whether it is a matmul
         # The collectives that may be fused, and the bytes of the unsharded value of each.
         self.joinable: dict[int, tuple[_FuseKey, float]] = {}
-        self.made: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value depends on
+        self.events_of: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value depends on
         self.ahead = stored(program)
         self.last = {n.meta["source"]: n for n in self.nodes if _computes(n)}
         self.entries = {entry.node: entry for entry in program.signature.inputs}
@@ -98,7 +98,7 @@ class Events:
         for node in self.nodes:
             self._forward(node)
         for node in self.program.module.graph.output_node().all_input_nodes:
-            self.gradients[node] = self.made[node]
+            self.gradients[node] = self.events_of[node]
         for node in reversed(self.nodes):
             if node in self.carrying and self.gradients[node]:
                 self._again(node.meta.get("block"), self.gradients[node])
@@ -127,16 +127,16 @@ class Events:
     def _forward(self, node: fx.Node) -> None:
         """Add the forward of a node."""
         if node.op == "placeholder":
-            self.made[node] = ()
+            self.events_of[node] = ()
             return
-        after = _union(self.made[n] for n in node.all_input_nodes)
+        after = _union(self.events_of[n] for n in node.all_input_nodes)
         collectives = self.moved[node]
         if "step" not in node.meta:
-            self.made[node] = self._work(
+            self.events_of[node] = self._work(
                 node, self._seconds(node)[0], collectives, after, "forward"
             )
         else:
-            self.made[node] = self._collectives(node, collectives, after, "forward")
+            self.events_of[node] = self._collectives(node, collectives, after, "forward")
 
     def _seconds(self, node: fx.Node) -> tuple[float, float]:
         """Return the seconds of the node's computation, forward and backward."""
@@ -156,37 +156,45 @@ class Events:
         self,
         node: fx.Node,
         seconds: float,
-        found: Sequence[SentCollective],
+        collectives: Sequence[SentCollective],
         after: tuple[int, ...],
         phase: Any,
     ) -> tuple[int, ...]:
         """Add an op with the collectives inside it, which follow it one by one; SUMMA's panels run
         while the matmul computes, one piece ahead. Return the events that its value depends on.
         """
-        found = [collective for collective in found if collective.backward == (phase == "backward")]
-        panels = [collective for collective in found if collective.traffic.collective in ROOTED]
+        collectives = [
+            collective for collective in collectives if collective.backward == (phase == "backward")
+        ]
+        panels = [
+            collective for collective in collectives if collective.traffic.collective in ROOTED
+        ]
         if panels:
             return self._panels(node, seconds, panels, after, phase)
-        if seconds or (len(after) > 1 and not found):
+        if seconds or (len(after) > 1 and not collectives):
             after = (self._add(node, "compute", seconds, after, phase),)
-        return self._collectives(node, found, after, phase)
+        return self._collectives(node, collectives, after, phase)
 
     def _panels(
         self,
         node: fx.Node,
         seconds: float,
-        found: Sequence[SentCollective],
+        collectives: Sequence[SentCollective],
         after: tuple[int, ...],
         phase: Any,
     ) -> tuple[int, ...]:
         """Add the pieces of a SUMMA matmul: each needs its panels, and sends its partial
         sums on.
         """
-        pieces = max(self.plan.mesh.sizes[axis] for collective in found for axis in collective.axes)
+        pieces = max(
+            self.plan.mesh.sizes[axis] for collective in collectives for axis in collective.axes
+        )
         incoming = [
-            collective for collective in found if collective.traffic.collective == "broadcast"
+            collective for collective in collectives if collective.traffic.collective == "broadcast"
         ]
-        outgoing = [collective for collective in found if collective.traffic.collective == "reduce"]
+        outgoing = [
+            collective for collective in collectives if collective.traffic.collective == "reduce"
+        ]
         computed: tuple[int, ...] = ()
         sent: tuple[int, ...] = ()
         for _ in range(pieces):
@@ -202,9 +210,13 @@ class Events:
         return sent or computed
 
     def _collectives(
-        self, node: fx.Node, found: Iterable[SentCollective], after: tuple[int, ...], phase: Any
+        self,
+        node: fx.Node,
+        collectives: Iterable[SentCollective],
+        after: tuple[int, ...],
+        phase: Any,
     ) -> tuple[int, ...]:
-        for collective in found:
+        for collective in collectives:
             if self.deferred is not None and is_once(collective, self.deferred):
                 continue
             if collective.backward == (phase == "backward"):
@@ -370,6 +382,6 @@ def _part_count(step: Events, source: str) -> int:
     return parts
 
 
-def _union(found: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+def _union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the union of the events, in their order."""
-    return tuple(dict.fromkeys(i for events in found for i in events))
+    return tuple(dict.fromkeys(i for events in groups for i in events))

@@ -31,7 +31,7 @@ from autopar.ir.sharding_rule import (
 aten = torch.ops.aten
 
 
-def spec(
+def rule_for(
     target: Any,
 ) -> Callable[[Callable[[fx.Node], OpShardingRule]], Callable[[fx.Node], OpShardingRule]]:
     """Return a decorator that enters a function as the rule of one op or of several."""
@@ -44,7 +44,7 @@ def spec(
     return enter
 
 
-def unsplit(node: fx.Node, found: str = "none") -> OpShardingRule:
+def unsplit(node: fx.Node, source: str = "none") -> OpShardingRule:
     """Return the rule of an op of which nothing is known: every dim is unsharded."""
     operands = operands_of(node)
     shapes = [None if n is None else operand_shape(n) for n in operands]
@@ -60,7 +60,7 @@ def unsplit(node: fx.Node, found: str = "none") -> OpShardingRule:
 
     operand_dims = tuple(None if s is None else dims(s) for s in shapes)
     result_dims = tuple(dims(s) for s in outputs)
-    return OpShardingRule(operand_dims, result_dims, sizes, whole=frozenset(sizes), found=found)
+    return OpShardingRule(operand_dims, result_dims, sizes, whole=frozenset(sizes), source=source)
 
 
 def operand_shape(node: fx.Node) -> tuple[int, ...]:

@@ -11,10 +11,10 @@ from torch import fx
 
 from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, shape_of, value_of
 from autopar.ops.experts import BODIES, SKEW, experts_op
-from autopar.ops.rules import operand_shape, spec
+from autopar.ops.rules import operand_shape, rule_for
 
 
-@spec(experts_op)
+@rule_for(experts_op)
 def experts(node: fx.Node) -> OpShardingRule:
     """Return the rule with the dims of up and down as the node's body has them."""
     tokens, index, _, up, up_bias, down, down_bias, norm = operands_of(node)

@@ -24,12 +24,12 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
 
 _FIRST = (frozenset({0}),)
 
 
-@spec(aten.index_select.default)
+@rule_for(aten.index_select.default)
 def index_select(node: fx.Node) -> OpShardingRule:
     """Return the rule "... v ..., n -> ... n ...": the dim that is read stays unsharded."""
     source, index = operands_of(node)
@@ -37,7 +37,7 @@ def index_select(node: fx.Node) -> OpShardingRule:
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
     if not dims or not operand_shape(index):
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     dim = bound(node)["dim"] % len(dims)
     sizes["n"] = operand_shape(index)[0]
     return OpShardingRule(
@@ -50,7 +50,7 @@ def index_select(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec((aten.gather.default, aten.take_along_dim.default))
+@rule_for((aten.gather.default, aten.take_along_dim.default))
 def gather(node: fx.Node) -> OpShardingRule:
     """Return the rule "... v ..., ... n ... -> ... n ...". Another dim may be split where both
     operands have it in full, or where one of them repeats it (take_along_dim).
@@ -60,7 +60,7 @@ def gather(node: fx.Node) -> OpShardingRule:
     shape, places, result = operand_shape(source), operand_shape(index), shape_of(value_of(node))
     dim = bound(node)["dim"]
     if dim is None or not shape or len(shape) != len(places):
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
     unsharded: set[str] = set()
     dims: list[list[tuple[str, ...]]] = [[], [], []]
@@ -87,7 +87,7 @@ def gather(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(
+@rule_for(
     (
         aten.scatter.src,
         aten.scatter.value,
@@ -105,7 +105,7 @@ def scatter(node: fx.Node) -> OpShardingRule:
     tensors = [n for n in operands_of(node) if n is not None]
     shapes = [operand_shape(n) for n in tensors]
     if not shapes[0] or any(len(shape) != len(shapes[0]) for shape in shapes):
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     dim = bound(node)["dim"] % len(shapes[0])
     adds = node.target is aten.scatter_add.default
     sizes: dict[str, int] = {}
@@ -137,7 +137,7 @@ def scatter(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.index_add.default)
+@rule_for(aten.index_add.default)
 def index_add(node: fx.Node) -> OpShardingRule:
     """Return the rule "... v ..., n, ... n ... -> ... v ...": the entries that are added may be
     split.
@@ -147,7 +147,7 @@ def index_add(node: fx.Node) -> OpShardingRule:
     sizes: dict[str, int] = {}
     dims = named(operand_shape(source), sizes)
     if not dims or len(operand_shape(added)) != len(dims):
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     dim = bound(node)["dim"] % len(dims)
     sizes["n"] = operand_shape(added)[dim]
     return OpShardingRule(
@@ -166,7 +166,7 @@ def index_add(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec((aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default))
+@rule_for((aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default))
 def placed(node: fx.Node) -> OpShardingRule:
     """Return the rule "... v ..., ... n ... -> ... v ..." of x[..., a:b] = y, of x[..., i] = y,
     where y has no n, and of index_copy: the dim that is written stays unsharded.
@@ -174,7 +174,7 @@ def placed(node: fx.Node) -> OpShardingRule:
     operands = [n for n in operands_of(node) if n is not None]
     shapes = [operand_shape(n) for n in operands]
     if not shapes[0]:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
     dims = named(shapes[0], sizes)
     dim = bound(node)["dim"] % len(dims)
@@ -227,7 +227,7 @@ def _indexed(
     )
 
 
-@spec(aten.index.Tensor)
+@rule_for(aten.index.Tensor)
 def index(node: fx.Node) -> OpShardingRule:
     """Return the rule of x[:, i, j]: what the indices run over and the dims without an index may be
     split, the dims that are read may not. An index that is a mask leaves all unsharded.
@@ -237,7 +237,7 @@ def index(node: fx.Node) -> OpShardingRule:
     sizes: dict[str, int] = {}
     read = _indexed(operand_shape(source), indices, sizes)
     if read is None:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     dims, index_dims, result, indexed, _ = read
     return OpShardingRule(
         (dims, *index_dims),
@@ -249,7 +249,7 @@ def index(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.index_put.default)
+@rule_for(aten.index_put.default)
 def index_put(node: fx.Node) -> OpShardingRule:
     """Return the rule of x[:, i, j] = y or += y: the dims without an index may be split, and where
     it adds, the entries that are added too.
@@ -259,12 +259,12 @@ def index_put(node: fx.Node) -> OpShardingRule:
     sizes: dict[str, int] = {}
     written = _indexed(operand_shape(source), indices, sizes)
     if written is None:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     dims, index_dims, entries, indexed, places = written
     own = operand_shape(values)
     aligned = entries[len(entries) - len(own) :]
     if len(own) > len(entries):
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     value_dims = tuple(() if s == 1 else d for s, d in zip(own, aligned, strict=True))
     adds, last = bool(bound(node)["accumulate"]), len(indices) + 1
     return OpShardingRule(
@@ -284,7 +284,7 @@ rule(aten.one_hot.default, "... -> ... n", whole="n")
 rule(aten.bucketize.Tensor, "..., n -> ...", whole="n")
 
 
-@spec(aten.searchsorted.Tensor)
+@rule_for(aten.searchsorted.Tensor)
 def searchsorted(node: fx.Node) -> OpShardingRule:
     """Return the rule "... n, ... v -> ... v" of a search of values in sorted rows; in one sorted
     row, "n, ... -> ...".

@@ -22,7 +22,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, floating, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, floating, named, operand_shape, rule_for, unsplit
 from autopar.ops.rules.pointwise import entries_of
 
 _NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
@@ -58,19 +58,19 @@ _UNBROADCAST = (
 )
 
 
-@spec(ENTRYWISE_LOSSES)
+@rule_for(ENTRYWISE_LOSSES)
 def entrywise_loss(node: fx.Node) -> OpShardingRule:
     """Return the rule of a loss of each entry, of operands that are broadcast, which is then kept,
     summed, or averaged over all entries.
     """
     shapes = [operand_shape(n) for n in operands_of(node) if n is not None]
     if node.target in _UNBROADCAST and shapes[0] != shapes[1]:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     entries = replace(entries_of(node, tuple(torch.broadcast_shapes(*shapes))), linear=())
     return _reduced(node, entries)
 
 
-@spec(ROW_LOSSES)
+@rule_for(ROW_LOSSES)
 def row_loss(node: fx.Node) -> OpShardingRule:
     """Return the rule of a loss of each row, "n d, n d, n -> n": rows may be split, what a row
     consists of stays unsharded.
@@ -79,12 +79,12 @@ def row_loss(node: fx.Node) -> OpShardingRule:
     shapes = [operand_shape(n) for n in tensors]
     first = shapes[0]
     if any(shape not in (first, first[:-1]) for shape in shapes) or not first:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
     dims = tuple(named(first, sizes))
     kept = bound(node)["reduction"] == _NONE
     if kept and shape_of(value_of(node)) != first[:-1]:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     rows = OpShardingRule(
         tuple(dims[: len(shape)] for shape in shapes),
         (dims[:-1],),
@@ -103,7 +103,7 @@ def _reduced(node: fx.Node, entries: OpShardingRule) -> OpShardingRule:
     return replace(entries, results=((),), sum=frozenset(n for (n,) in entries.results[0]))
 
 
-@spec(aten.cross_entropy_loss.default)
+@rule_for(aten.cross_entropy_loss.default)
 def cross_entropy(node: fx.Node) -> OpShardingRule:
     """Return the rule by which classes and tokens may be split, and tokens alone where the targets
     are probabilities.
@@ -115,7 +115,7 @@ def cross_entropy(node: fx.Node) -> OpShardingRule:
     return _loss_of_probabilities(node)
 
 
-@spec(aten.nll_loss_nd.default)
+@rule_for(aten.nll_loss_nd.default)
 def negative_log_likelihood(node: fx.Node) -> OpShardingRule:
     """Return the rule by which tokens may be split; classes stay unsharded."""
     return _token_loss(node, split_classes=False)
@@ -168,7 +168,7 @@ def _loss_of_probabilities(node: fx.Node) -> OpShardingRule:
     return _reduced(node, rows)
 
 
-@spec(torch.ops.autopar.ctc_loss.default)
+@rule_for(torch.ops.autopar.ctc_loss.default)
 def connectionist(node: fx.Node) -> OpShardingRule:
     """Return the rule "t n c, n s, n, n -> n": samples may be split, steps and classes may not."""
     steps, targets = operands_of(node)[:2]

@@ -25,7 +25,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 
 rule(
@@ -44,7 +44,7 @@ rule(aten.mm.default, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m 
 rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), product="b m | n | k")
 
 
-@spec(aten.matmul.default)
+@rule_for(aten.matmul.default)
 def matmul(node: fx.Node) -> OpShardingRule:
     """Return the rule of a matmul with broadcast batch dims; either operand may be a vector."""
     left, right = (n for n in operands_of(node) if n is not None)
@@ -96,7 +96,7 @@ def broadcast(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> Dims
     return tuple(() if size == 1 else dim for size, dim in aligned(shape, result))
 
 
-@spec(aten.addmm.default)
+@rule_for(aten.addmm.default)
 def addmm(node: fx.Node) -> OpShardingRule:
     """Return the rule "n, m k, k n -> m n"; the added operand may also be (m, n), or have dims of
     1.
@@ -116,7 +116,7 @@ def addmm(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(
+@rule_for(
     (
         aten.conv1d.default,
         aten.conv2d.default,
@@ -158,7 +158,7 @@ def convolution(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(
+@rule_for(
     (
         aten.conv_transpose1d.default,
         aten.conv_transpose2d.input,
@@ -209,7 +209,7 @@ rule(
 )
 
 
-@spec(aten.baddbmm.default)
+@rule_for(aten.baddbmm.default)
 def baddbmm(node: fx.Node) -> OpShardingRule:
     """Return the rule "b m n, b m k, b k n -> b m n"; the added operand may have fewer dims, or
     dims of 1.
@@ -233,7 +233,7 @@ def baddbmm(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.einsum.default)
+@rule_for(aten.einsum.default)
 def einsum(node: fx.Node) -> OpShardingRule:
     """Return the rule that an einsum's equation says: its letters are the factors, and those that
     the result lacks are summed. Of two operands it is a matmul.
@@ -297,7 +297,7 @@ def _einsum_letters(
     return inputs, [*(f"…{i}" for i in reversed(range(unnamed))), *once]
 
 
-@spec(aten.cdist.default)
+@rule_for(aten.cdist.default)
 def cdist(node: fx.Node) -> OpShardingRule:
     """Return the rule "... m k, ... n k -> ... m n" of the distances between rows."""
     left, right = (n for n in operands_of(node) if n is not None)
@@ -315,7 +315,7 @@ def cdist(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten._weight_norm.default)
+@rule_for(aten._weight_norm.default)
 def weight_norm(node: fx.Node) -> OpShardingRule:
     """Return the rule of a weight scaled to a norm for each entry of one dim, the only one that may
     be split.
@@ -326,7 +326,7 @@ def weight_norm(node: fx.Node) -> OpShardingRule:
     dims = named(operand_shape(direction), sizes)
     dim = bound(node)["dim"]
     if not 0 <= dim < len(dims) or operand_shape(norm)[dim] != sizes[f"d{dim}"]:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     own = tuple(d if i == dim else () for i, d in enumerate(dims))
     return OpShardingRule(
         (tuple(dims), own),
@@ -337,7 +337,7 @@ def weight_norm(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.scaled_dot_product_attention.default)
+@rule_for(aten.scaled_dot_product_attention.default)
 def attention(node: fx.Node) -> OpShardingRule:
     """Return the rule "b (g r) q e, b g k e, b g k v -> b (g r) q v": keys stay unsharded. Where
     the queries of a causal one are split, it is computed in blocks (ops/local.py).
@@ -348,7 +348,7 @@ def attention(node: fx.Node) -> OpShardingRule:
     return _attention(node, causal, Band(after=0) if causal else None, [mask])
 
 
-@spec(MASKED_ATTENTION)
+@rule_for(MASKED_ATTENTION)
 def masked_attention(node: fx.Node) -> OpShardingRule:
     """Return the rule "b (g r) q e, b g k e, b g k v, b q, b k -> b (g r) q v" of attention under a
     mask that is described by vectors of the queries and of the keys.
@@ -358,7 +358,7 @@ def masked_attention(node: fx.Node) -> OpShardingRule:
     return _attention(node, band.is_causal, band, [*values["queries"], *values["keys"]])
 
 
-@spec(BLOCK_MASK)
+@rule_for(BLOCK_MASK)
 def block_mask(node: fx.Node) -> OpShardingRule:
     """Return the rule "b q, b k -> b 1 q k"."""
     b, _, q, k = shape_of(value_of(node))

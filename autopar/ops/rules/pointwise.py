@@ -19,7 +19,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, floating, named, operand_shape, spec
+from autopar.ops.rules import aten, floating, named, operand_shape, rule_for
 
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 
@@ -43,7 +43,7 @@ _LINEAR_FIRST = {
 }
 
 
-@spec(
+@rule_for(
     (
         aten.clone.default,
         aten.alias.default,
@@ -137,7 +137,7 @@ def expand_like_identity(node: fx.Node) -> OpShardingRule:
     return OpShardingRule(rule.operands, rule.results, rule.sizes, linear=(frozenset({0}),))
 
 
-@spec(aten.prelu.default)
+@rule_for(aten.prelu.default)
 def prelu(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c ..., c -> b c ..."; one slope for all channels is no factor."""
     source, slope = operands_of(node)

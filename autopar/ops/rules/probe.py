@@ -51,16 +51,16 @@ def rule_of(node: fx.Node) -> OpShardingRule | None:
     return None if build is None else _only_floats_partial(node, build(node))
 
 
-def _only_floats_partial(node: fx.Node, made: OpShardingRule) -> OpShardingRule:
+def _only_floats_partial(node: fx.Node, rule: OpShardingRule) -> OpShardingRule:
     """Return the rule without the partial pass-through of integers and flags: dividing or reducing
     them gives another dtype, and an op that makes them of floats would round each part.
     """
     if not all(floating(value) for value in results_of(node)):
-        return replace(made, linear=())
+        return replace(rule, linear=())
     not_floating = {
         i for i, n in enumerate(operands_of(node)) if n is not None and not floating(value_of(n))
     }
-    return replace(made, linear=tuple(group for group in made.linear if not group & not_floating))
+    return replace(rule, linear=tuple(group for group in rule.linear if not group & not_floating))
 
 
 def probe(node: fx.Node, known: dict[object, OpShardingRule | None]) -> OpShardingRule | None:
@@ -91,11 +91,11 @@ def probe(node: fx.Node, known: dict[object, OpShardingRule | None]) -> OpShardi
     return None if cached is None else _with_absent(cached, operands)
 
 
-def _has_graph_shapes(spec: OpShardingRule, node: fx.Node) -> bool:
+def _has_graph_shapes(rule: OpShardingRule, node: fx.Node) -> bool:
     """Whether the results of the rule have the shapes that they have in the graph: an op that reads
     memory as another dtype gives other shapes on the float64 operands of a trial.
     """
-    shapes = [tuple(spec.sizes[name] for (name,) in dims) for dims in spec.results]
+    shapes = [tuple(rule.sizes[name] for (name,) in dims) for dims in rule.results]
     return shapes == [shape_of(value) for value in results_of(node)]
 
 
@@ -122,10 +122,10 @@ def _key(node: fx.Node, values: Sequence[Tensor]) -> object:
     return node.target, tuple((shape_of(v), v.dtype) for v in values), str(others)
 
 
-def _with_absent(spec: OpShardingRule, operands: Sequence[fx.Node | None]) -> OpShardingRule:
+def _with_absent(rule: OpShardingRule, operands: Sequence[fx.Node | None]) -> OpShardingRule:
     """Return the rule with None for each optional operand that is absent."""
-    present = iter(spec.operands)
-    return replace(spec, operands=tuple(None if n is None else next(present) for n in operands))
+    present = iter(rule.operands)
+    return replace(rule, operands=tuple(None if n is None else next(present) for n in operands))
 
 
 def _function_of(node: fx.Node) -> Call:

@@ -21,12 +21,12 @@ from autopar.ir.sharding_rule import (
     results_of,
     shape_of,
 )
-from autopar.ops.rules import aten, operand_shape, spec
+from autopar.ops.rules import aten, operand_shape, rule_for
 
 _SAMPLES = "b"
 
 
-@spec((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input))
+@rule_for((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input))
 def recurrent(node: fx.Node) -> OpShardingRule:
     """Return the rule of a recurrent layer. Its states have the samples in their second dim, its
     input and its output in the first or second, its weights have none.

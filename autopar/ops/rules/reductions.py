@@ -23,11 +23,11 @@ from autopar.ir.sharding_rule import (
     rule,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
 from autopar.ops.rules.pointwise import entries_of, pointwise
 
 
-@spec((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
+@rule_for((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
 def summed(node: fx.Node) -> OpShardingRule:
     """Return the rule of a sum or a mean: partial over a split dim that it sums; a mean is scaled
     first (see local.py).
@@ -35,7 +35,7 @@ def summed(node: fx.Node) -> OpShardingRule:
     return _reduction(node, summed=True)
 
 
-@spec(
+@rule_for(
     (
         aten.amax.default,
         aten.amin.default,
@@ -64,7 +64,7 @@ def reduced(node: fx.Node) -> OpShardingRule:
     return _reduction(node, summed=False)
 
 
-@spec(aten.linalg_vector_norm.default)
+@rule_for(aten.linalg_vector_norm.default)
 def vector_norm(node: fx.Node) -> OpShardingRule:
     """Return the rule of a norm of real numbers, whose reduced dims may be split where its order
     is positive and finite: the sums of powers are then added over the axes. The maximum of infinite
@@ -78,7 +78,7 @@ def vector_norm(node: fx.Node) -> OpShardingRule:
     return replace(norm_rule, shared=norm_rule.whole, whole=frozenset())
 
 
-@spec((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList))
+@rule_for((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList))
 def counted(node: fx.Node) -> OpShardingRule:
     """Return the rule of a sum of something that is not linear in the operand: partial over a split
     dim that it sums, but no partial value passes through.
@@ -86,7 +86,7 @@ def counted(node: fx.Node) -> OpShardingRule:
     return replace(_reduction(node, summed=True), linear=())
 
 
-@spec(aten.histc.default)
+@rule_for(aten.histc.default)
 def histogram(node: fx.Node) -> OpShardingRule:
     """Return the rule "... -> n" of counts in n bins, as of a router's choices: sums over all
     elements, where the bounds are given; else these depend on every element.
@@ -107,7 +107,7 @@ def histogram(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec((aten.cosine_similarity.default, aten.pairwise_distance.default))
+@rule_for((aten.cosine_similarity.default, aten.pairwise_distance.default))
 def similarity(node: fx.Node) -> OpShardingRule:
     """Return the rule of a comparison of two broadcast tensors along one dim, which stays
     unsharded.
@@ -116,7 +116,7 @@ def similarity(node: fx.Node) -> OpShardingRule:
     shape = torch.broadcast_shapes(*(operand_shape(n) for n in tensors))
     entries = entries_of(node, tuple(shape))
     if not shape:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     values = bound(node)
     dim = values.get("dim", -1) % len(shape)
     keep = values.get("keepdim", False)
@@ -157,7 +157,7 @@ def reduced_dims(node: fx.Node) -> set[int]:
     return {d % count for d in (dim if isinstance(dim, list | tuple) else [dim])}
 
 
-@spec((aten.layer_norm.default, aten.rms_norm.default))
+@rule_for((aten.layer_norm.default, aten.rms_norm.default))
 def norm(node: fx.Node) -> OpShardingRule:
     """Return the rule "... d, d, d -> ... d": one normalised dim may be split, with its statistics
     reduced over the axes; of several, none may be.
@@ -178,7 +178,7 @@ def norm(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.group_norm.default)
+@rule_for(aten.group_norm.default)
 def group_norm(node: fx.Node) -> OpShardingRule:
     """Return the rule "b (g c) ..., (g c), (g c) -> b (g c) ...": samples and groups may be split.
     The statistics run over the channels and pixels of a group, which may be split where there is
@@ -203,7 +203,7 @@ def group_norm(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.instance_norm.default)
+@rule_for(aten.instance_norm.default)
 def instance_norm(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c ..., c, c, c, c -> b c ...": the statistics run over the pixels of one
     channel of one sample, and are reduced over the axes that split them. With running statistics
@@ -224,7 +224,7 @@ def instance_norm(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(
+@rule_for(
     (
         aten._native_batch_norm_legit_functional.default,
         aten._native_batch_norm_legit.no_stats,
@@ -256,7 +256,7 @@ def batch_norm(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(
+@rule_for(
     (
         aten.softmax.int,
         aten._softmax.default,
@@ -282,7 +282,7 @@ rule(aten.embedding.default, "v d, ... -> ... d", sum="v", index="1", linear=("0
 _plain_embedding = TABLE[aten.embedding.default]
 
 
-@spec(aten.embedding.default)
+@rule_for(aten.embedding.default)
 def embedding(node: fx.Node) -> OpShardingRule:
     """Return the rule by which rows and tokens may be split, unless gradients are scaled by how
     often a row is looked up, which depends on the unsharded batch.
@@ -293,7 +293,7 @@ def embedding(node: fx.Node) -> OpShardingRule:
     return replace(plain_rule, whole=frozenset(plain_rule.sizes) - {"d"})
 
 
-@spec(aten.embedding_bag.padding_idx)
+@rule_for(aten.embedding_bag.padding_idx)
 def embedding_bag(node: fx.Node) -> OpShardingRule:
     """Return the rule "v d, (b l), o, (b l) -> b d" of bags of one length l: bags and the width may
     be split, rows stay unsharded. Bags of unequal lengths stay unsharded too, and so do those whose
@@ -301,7 +301,7 @@ def embedding_bag(node: fx.Node) -> OpShardingRule:
 
     The other three results are for the backward alone; where the graph uses one, nothing is split.
     """
-    unsplit_rule = unsplit(node, found="rule")
+    unsplit_rule = unsplit(node, source="rule")
     weight = operands_of(node)[0]
     used_results = {user.args[1] for user in node.users if user.target is operator.getitem}
     if weight is None or used_results != {0}:

@@ -22,11 +22,11 @@ from autopar.ir.sharding_rule import (
     value_of,
     view_factors,
 )
-from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
 from autopar.ops.rules.pointwise import expand_like_identity, pointwise
 
 
-@spec(
+@rule_for(
     (
         aten.view.default,
         aten.reshape.default,
@@ -45,7 +45,7 @@ def view(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     if 0 in operand_shape(source):
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     sizes, left, right, unsharded = view_factors(operand_shape(source), shape_of(value_of(node)))
     absent = (None,) * (len(operands_of(node)) - 1)
     return OpShardingRule(
@@ -53,7 +53,7 @@ def view(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec((aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default))
+@rule_for((aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default))
 def permutation(node: fx.Node) -> OpShardingRule:
     """Return the rule of an op that permutes the dims."""
     source = operands_of(node)[0]
@@ -75,7 +75,7 @@ def permutation(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default))
+@rule_for((aten.expand.default, aten.expand_as.default, aten.broadcast_to.default))
 def expand(node: fx.Node) -> OpShardingRule:
     """Return the rule of an expand: dims of 1 that grow have a factor in the result alone."""
     rule = pointwise(node)
@@ -104,20 +104,20 @@ MADE = (
 NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default)
 
 
-@spec((*FILLS, *DRAWS))
+@rule_for((*FILLS, *DRAWS))
 def fill(node: fx.Node) -> OpShardingRule:
     """Return the rule of a tensor of one number, or of random ones: each dim may be split."""
     sizes: dict[str, int] = {}
     return OpShardingRule((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
 
 
-@spec(MADE)
+@rule_for(MADE)
 def fill_unsharded(node: fx.Node) -> OpShardingRule:
     """Return the rule of small tensors made from nothing: they are made unsharded, then sliced."""
-    return unsplit(node, found="rule")
+    return unsplit(node, source="rule")
 
 
-@spec(NEW_FILLS)
+@rule_for(NEW_FILLS)
 def new_fill(node: fx.Node) -> OpShardingRule:
     """Return the rule of a tensor of one number whose operand gives the dtype and device only."""
     rule = unsplit(node)
@@ -172,7 +172,7 @@ def unsharded_dims(node: fx.Node, along: set[int], linear: bool = True) -> OpSha
     )
 
 
-@spec(
+@rule_for(
     (
         aten.split.Tensor,
         aten.unsafe_split.Tensor,
@@ -195,7 +195,7 @@ def split(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.slice.Tensor)
+@rule_for(aten.slice.Tensor)
 def slice_(node: fx.Node) -> OpShardingRule:
     """Return the rule of a slice; one that is a piece of equal pieces may be split inside."""
     source = operands_of(node)[0]
@@ -224,7 +224,7 @@ def slice_extent(node: fx.Node) -> tuple[int, int]:
     return start, shape_of(value_of(node))[values["dim"]]
 
 
-@spec(aten.cat.default)
+@rule_for(aten.cat.default)
 def cat(node: fx.Node) -> OpShardingRule:
     """Return the rule of a concatenation: equal pieces may be split inside, unequal ones stay
     unsharded.
@@ -255,7 +255,7 @@ def cat(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.stack.default)
+@rule_for(aten.stack.default)
 def stack(node: fx.Node) -> OpShardingRule:
     """Return the rule of a stack: the new dim stays unsharded."""
     tensors = [n for n in operands_of(node) if n is not None]
@@ -272,7 +272,7 @@ def stack(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec((aten.select.int, aten.unbind.int))
+@rule_for((aten.select.int, aten.unbind.int))
 def select(node: fx.Node) -> OpShardingRule:
     """Return the rule of an op that takes single indices of a dim, which stays unsharded."""
     source = operands_of(node)[0]
@@ -291,14 +291,14 @@ def select(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.constant_pad_nd.default)
+@rule_for(aten.constant_pad_nd.default)
 def constant_pad(node: fx.Node) -> OpShardingRule:
     """Return the rule of a constant pad: zeros keep a partial value partial."""
     values = bound(node)
     return _padding(node, values["pad"], values["value"] in (None, 0))
 
 
-@spec(aten.pad.default)
+@rule_for(aten.pad.default)
 def pad(node: fx.Node) -> OpShardingRule:
     """Return the rule of a pad in any mode: all but a constant other than zero keep a partial value
     partial.
@@ -326,7 +326,7 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
     )
 
 
-@spec(
+@rule_for(
     (
         aten.cumsum.default,
         aten.cumprod.default,
@@ -345,7 +345,7 @@ def along(node: fx.Node) -> OpShardingRule:
     return unsharded_dim(node, bound(node)["dim"], linear=node.target is aten.cumsum.default)
 
 
-@spec(aten.glu.default)
+@rule_for(aten.glu.default)
 def glu(node: fx.Node) -> OpShardingRule:
     """Return the rule "(halves x) -> x" of a gated linear unit: an axis may split x."""
     source = operands_of(node)[0]
@@ -355,14 +355,14 @@ def glu(node: fx.Node) -> OpShardingRule:
     return OpShardingRule((joined,), (single,), sizes, whole=frozenset({"pieces"}))
 
 
-@spec((aten.repeat.default, aten.tile.default))
+@rule_for((aten.repeat.default, aten.tile.default))
 def repeat(node: fx.Node) -> OpShardingRule:
     """Return the rule "x -> (r x)" of a repeated tensor: copies may be split as well as entries."""
     source = operands_of(node)[0]
     assert source is not None
     shape, result = operand_shape(source), shape_of(value_of(node))
     if 0 in result:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
     dims = named(shape, sizes)
     new = len(result) - len(shape)
@@ -374,7 +374,7 @@ def repeat(node: fx.Node) -> OpShardingRule:
     return OpShardingRule((tuple(dims),), (tuple(results),), sizes, linear=(frozenset({0}),))
 
 
-@spec(aten.repeat_interleave.self_int)
+@rule_for(aten.repeat_interleave.self_int)
 def repeat_interleave(node: fx.Node) -> OpShardingRule:
     """Return the rule "x -> (x r)": copies may be split as well as entries. Without a dim it is
     "x y -> (x y r)".
@@ -386,7 +386,7 @@ def repeat_interleave(node: fx.Node) -> OpShardingRule:
     dims = named(operand_shape(source), sizes)
     sizes["r"] = values["repeats"]
     if 0 in sizes.values():
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     if values["dim"] is None:
         result: tuple[tuple[str, ...], ...] = ((*(name for (name,) in dims), "r"),)
     else:
@@ -395,14 +395,14 @@ def repeat_interleave(node: fx.Node) -> OpShardingRule:
     return OpShardingRule((tuple(dims),), (result,), sizes, linear=(frozenset({0}),))
 
 
-@spec((aten.tril.default, aten.triu.default))
+@rule_for((aten.tril.default, aten.triu.default))
 def triangle(node: fx.Node) -> OpShardingRule:
     """Return the rule of a triangle of the last two dims, which stay unsharded."""
     dims = len(shape_of(value_of(node)))
     return unsharded_dims(node, {dims - 2, dims - 1})
 
 
-@spec((aten.view_as_real.default, aten.view_as_complex.default))
+@rule_for((aten.view_as_real.default, aten.view_as_complex.default))
 def parts_of_complex(node: fx.Node) -> OpShardingRule:
     """Return the rule "... -> ... 2" of the parts of complex numbers, or that backwards."""
     source = operands_of(node)[0]
@@ -417,7 +417,7 @@ def parts_of_complex(node: fx.Node) -> OpShardingRule:
     return OpShardingRule((before,), (after,), sizes, whole=frozenset({"parts"}))
 
 
-@spec(aten.diff.default)
+@rule_for(aten.diff.default)
 def diff(node: fx.Node) -> OpShardingRule:
     """Return the rule of differences along one dim, which stays unsharded, as does that of what is
     prepended and appended.
@@ -444,7 +444,7 @@ def diff(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.flip.default)
+@rule_for(aten.flip.default)
 def flip(node: fx.Node) -> OpShardingRule:
     """Return the rule of a flip: flipped dims stay unsharded."""
     rule = expand_like_identity(node)

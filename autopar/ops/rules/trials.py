@@ -78,14 +78,15 @@ class TrialOp:
     """A function of tensors that is tried."""
 
     call: Call
-    asked: tuple[bool, ...]  # operands whose gradient is compared
+    compared: tuple[bool, ...]  # operands whose gradient is compared
 
     def run(
         self, operands: Sequence[Tensor], cotangents: Sequence[Tensor] | None = None
     ) -> Outcome:
         """Run forward and backward. With `cotangents` None, empty ones stand in."""
         leaves = [
-            x.detach().requires_grad_(asked) for x, asked in zip(operands, self.asked, strict=True)
+            x.detach().requires_grad_(asked)
+            for x, asked in zip(operands, self.compared, strict=True)
         ]
         results = self.call(leaves)
         cotangents = [torch.empty_like(r) for r in results] if cotangents is None else cotangents
@@ -222,8 +223,8 @@ def differing_results(call: Call, values: Sequence[Tensor]) -> list[int]:
     return [n for n, (a, b) in enumerate(zip(first, second, strict=True)) if not _repeats(a, b)]
 
 
-def _repeats(found: Tensor, again: Tensor) -> bool:
-    return torch.allclose(_widen(found), _widen(again), rtol=1e-3, atol=1e-5, equal_nan=True)
+def _repeats(actual: Tensor, again: Tensor) -> bool:
+    return torch.allclose(_widen(actual), _widen(again), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _takes_gradients(call: Call, mode: FakeTensorMode, samples: list[Tensor]) -> tuple[bool, ...]:
@@ -289,21 +290,21 @@ def _widen(x: Tensor) -> Tensor:
     return x.to(torch.complex128) if x.is_complex() else x.double()
 
 
-def _same_form(made: Outcome, imagined: Outcome) -> bool:
+def _same_form(outcome: Outcome, imagined: Outcome) -> bool:
     """Whether the op gives the shapes and dtypes that its fake implementation gives."""
-    pairs = zip(made.tensors, imagined.tensors, strict=True)
+    pairs = zip(outcome.tensors, imagined.tensors, strict=True)
     return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in pairs)
 
 
-def all_near(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(_near(a, b) for a, b in zip(found, expected, strict=True))
+def all_near(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(_near(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
+def _near(actual: Tensor, expected: Tensor) -> bool:
     """Whether tensors are equal but for the rounding of the precision that the op computes in."""
-    if found.shape != expected.shape:
+    if actual.shape != expected.shape:
         return False
-    a, b = _widen(found), _widen(expected)
+    a, b = _widen(actual), _widen(expected)
     finite = b[b.isfinite()].abs()
     largest = max(1.0, float(finite.max())) if finite.numel() else 1.0
     narrow = not b.is_complex() and torch.equal(b.float().double().nan_to_num(), b.nan_to_num())
@@ -348,7 +349,7 @@ def _combinations(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[Cuts
 
 
 def _commutes(
-    op: TrialOp, mode: FakeTensorMode, trials: Sequence[Trial], cuts: Cuts, size: int
+    op: TrialOp, mode: FakeTensorMode, trials: Sequence[Trial], operand_cuts: Cuts, size: int
 ) -> Cuts | None:
     """Return the dim on which each result comes out cut when the operands are; None if one does
     not, or if a gradient is wrong.
@@ -360,7 +361,7 @@ def _commutes(
     length = size // prime
     shapes = [
         tuple(length if d == dim else s for d, s in enumerate(x.shape))
-        for x, dim in zip(samples, cuts, strict=True)
+        for x, dim in zip(samples, operand_cuts, strict=True)
     ]
     imagined = op.imagine(mode, samples, shapes)
     result_cuts = (
@@ -370,33 +371,41 @@ def _commutes(
         return None
     try:
         for trial, parts in itertools.product(trials, _partitions(size, prime)):
-            if not _agrees(op, trial, parts, cuts, result_cuts):
+            if not _agrees(op, trial, parts, operand_cuts, result_cuts):
                 return None
     except Exception:  # slice_scatter's kernel refuses shapes that its fake one takes
         return None
     return result_cuts
 
 
-def _agrees(op: TrialOp, trial: Trial, parts: Sequence[Tensor], cuts: Cuts, made: Cuts) -> bool:
+def _agrees(
+    op: TrialOp, trial: Trial, parts: Sequence[Tensor], operand_cuts: Cuts, result_cuts: Cuts
+) -> bool:
     """Whether the runs on these parts give the parts of the uncut results and gradients, and
     gradients of uncut operands that add up.
     """
     gradients = trial.whole.gradients
-    sums = [torch.zeros_like(g) for g, dim in zip(gradients, cuts, strict=True) if _uncut(g, dim)]
+    sums = [
+        torch.zeros_like(g)
+        for g, dim in zip(gradients, operand_cuts, strict=True)
+        if _uncut(g, dim)
+    ]
     for index in parts:
-        operands = _slices(trial.operands, cuts, index)
-        outcome = op.run(operands, _slices(trial.cotangents, made, index))
+        operands = _slices(trial.operands, operand_cuts, index)
+        outcome = op.run(operands, _slices(trial.cotangents, result_cuts, index))
         if [g is None for g in outcome.gradients] != [g is None for g in gradients]:
             return False
-        rows = list(zip(outcome.gradients, gradients, cuts, strict=True))
+        rows = list(zip(outcome.gradients, gradients, operand_cuts, strict=True))
         expected = [_take(g, dim, index) for _, g, dim in rows if g is not None and dim is not None]
         sliced = [g for g, _, dim in rows if g is not None and dim is not None]
-        results = _slices(trial.whole.results, made, index)
+        results = _slices(trial.whole.results, result_cuts, index)
         if not all_near([*outcome.results, *sliced], [*results, *expected]):
             return False
         terms = [g for g, _, dim in rows if _uncut(g, dim)]
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
-    return all_near(sums, [g for g, dim in zip(gradients, cuts, strict=True) if _uncut(g, dim)])
+    return all_near(
+        sums, [g for g, dim in zip(gradients, operand_cuts, strict=True) if _uncut(g, dim)]
+    )
 
 
 def _uncut(gradient: Tensor | None, dim: int | None) -> TypeGuard[Tensor]:
@@ -441,14 +450,14 @@ def _cut_dims(
 def rule_of_factors(
     shapes: Sequence[tuple[int, ...]],
     results: Sequence[tuple[int, ...]],
-    found: Sequence[Factor],
+    factors: Sequence[Factor],
     nonlinear: bool,
 ) -> OpShardingRule:
     """Return the rule with factors d0, d1, …; every other dim is an unsharded factor of its own."""
     sizes: dict[str, int] = {}
 
     def dims(prefix: str, index: int, shape: tuple[int, ...], side: int) -> Dims:
-        names = {factor[side][index]: f"d{number}" for number, factor in enumerate(found)}
+        names = {factor[side][index]: f"d{number}" for number, factor in enumerate(factors)}
         factor_names = [names.get(dim, f"{prefix}{index}_{dim}") for dim in range(len(shape))]
         sizes.update(zip(factor_names, shape, strict=True))
         return tuple((name,) for name in factor_names)
@@ -457,5 +466,5 @@ def rule_of_factors(
     outputs = tuple(dims("v", i, shape, 1) for i, shape in enumerate(results))
     unsharded = frozenset(name for name in sizes if not name.startswith("d"))
     return OpShardingRule(
-        operands, outputs, sizes, whole=unsharded, nonlinear=nonlinear, found="probe"
+        operands, outputs, sizes, whole=unsharded, nonlinear=nonlinear, source="probe"
     )

@@ -119,12 +119,12 @@ def _checked(
     return build if linear else lambda node: replace(build(node), nonlinear=True)
 
 
-def _refuse_names(call: str, spec: OpShardingRule) -> None:
+def _refuse_names(call: str, rule: OpShardingRule) -> None:
     """Raise InputError where a keyword names a factor that it cannot be said of."""
-    for name in sorted((spec.sum | spec.whole) - spec.sizes.keys()):
+    for name in sorted((rule.sum | rule.whole) - rule.sizes.keys()):
         raise InputError(f"{call}: no dim has the factor {name!r}")
-    for name in sorted(spec.sum):
-        if any(_has(dims, name) for dims in spec.results):
+    for name in sorted(rule.sum):
+        if any(_has(dims, name) for dims in rule.results):
             raise InputError(f"{call}: factor {name!r} is in a result, so it is not summed")
 
 
@@ -171,7 +171,7 @@ class _Trial:
     """An op on an example, unsplit; `check` compares it with the parts of two ranks."""
 
     def __init__(
-        self, call: str, target: OpOverload, arguments: tuple[Any, ...], spec: OpShardingRule
+        self, call: str, target: OpOverload, arguments: tuple[Any, ...], rule: OpShardingRule
     ) -> None:
         leaves, structure = pytree.tree_flatten(arguments)
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -184,8 +184,8 @@ class _Trial:
             return list(results) if isinstance(results, list | tuple) else [results]
 
         operands = [leaves[place].detach() for place in places]
-        self.call, self.spec = call, spec
-        self.dims = [dims for dims in spec.operands if dims is not None]
+        self.call, self.rule = call, rule
+        self.dims = [dims for dims in rule.operands if dims is not None]
         cotangents = [_random_like(x, seed) for seed, x in enumerate(run(operands))]
         self.op = TrialOp(run, tuple(x.is_floating_point() for x in operands))
         try:
@@ -203,18 +203,18 @@ class _Trial:
         again = self.op.run(self.trial.operands, self.trial.cotangents)
         if not all_near(again.tensors, whole.tensors):
             raise InputError(f"{self.call}: the op gives other numbers when it runs again")
-        for factor in self.spec.sizes:
-            if self.spec.splittable(factor):
-                if self.spec.sizes[factor] % 2:
+        for factor in self.rule.sizes:
+            if self.rule.splittable(factor):
+                if self.rule.sizes[factor] % 2:
                     raise InputError(
-                        f"{self.call}: factor {factor!r} is {self.spec.sizes[factor]} in the "
+                        f"{self.call}: factor {factor!r} is {self.rule.sizes[factor]} in the "
                         "example: give one where it is even, or name it in `whole`"
                     )
-                partial = not any(_has(dims, factor) for dims in self.spec.results)
-                added = self.spec.added if partial else frozenset()
+                partial = not any(_has(dims, factor) for dims in self.rule.results)
+                added = self.rule.added if partial else frozenset()
                 parts = [self._part(factor, half, added) for half in range(2)]
                 self._compare(f"split on {factor!r}", parts, factor, added)
-        for group in self.spec.linear:
+        for group in self.rule.linear:
             which = " and ".join(str(n) for n in sorted(group))
             self._compare(f"with operand {which} in two terms", self._terms(group), "", group)
 
@@ -225,7 +225,7 @@ class _Trial:
             self._cut(x, d, factor, half) for x, d in zip(trial.operands, dims, strict=True)
         ]
         operands = [x / 2 if n in added else x for n, x in enumerate(operands)]
-        pairs = zip(trial.cotangents, self.spec.results, strict=True)
+        pairs = zip(trial.cotangents, self.rule.results, strict=True)
         return operands, [self._cut(x, d, factor, half) for x, d in pairs]
 
     def _terms(self, group: frozenset[int]) -> list[Part]:
@@ -246,7 +246,7 @@ class _Trial:
         except Exception as error:
             raise InputError(f"{self.call}: {how}, the op fails: {error}") from error
         for n, (value, dims) in enumerate(
-            zip(self.trial.whole.results, self.spec.results, strict=True)
+            zip(self.trial.whole.results, self.rule.results, strict=True)
         ):
             actual = [outcome.results[n] for outcome in outcomes]
             self._compare_parts(f"{how}, result {n}", actual, value, dims, factor)
@@ -277,7 +277,7 @@ class _Trial:
         """Return the entries of a tensor whose index of a factor is in one of its halves."""
         for dim, names in enumerate(dims):
             if factor in names:
-                sizes = [self.spec.sizes[name] for name in names]
+                sizes = [self.rule.sizes[name] for name in names]
                 outer, inner = x.shape[:dim], x.shape[dim + 1 :]
                 digits = x.reshape(*outer, *sizes, *inner)
                 part = digits.chunk(2, dim + names.index(factor))[half]

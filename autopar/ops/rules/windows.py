@@ -21,7 +21,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, spec, unsplit
+from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
 from autopar.ops.rules.shapes import unsharded_dims
 
 _FIRST = (frozenset({0}),)  # partial values pass through the first operand
@@ -110,7 +110,7 @@ _SPATIAL = {
 }
 
 
-@spec(tuple(_SPATIAL))
+@rule_for(tuple(_SPATIAL))
 def plane_by_plane(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c h w -> b c y x" of a pool or a resampling. A maximum of a sum is not the
     sum of maxima; averages and weighted sums are linear.
@@ -121,7 +121,7 @@ def plane_by_plane(node: fx.Node) -> OpShardingRule:
 
 
 # -- patches and shuffles --------------------------------------------------------------------------
-@spec(aten.im2col.default)
+@rule_for(aten.im2col.default)
 def im2col(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c h w -> b (c k) l": the pixels k of a patch lie inside a channel."""
     source = operands_of(node)[0]
@@ -130,7 +130,7 @@ def im2col(node: fx.Node) -> OpShardingRule:
     return _patches(image, columns, to_columns=True)
 
 
-@spec(aten.col2im.default)
+@rule_for(aten.col2im.default)
 def col2im(node: fx.Node) -> OpShardingRule:
     """Return the rule "b (c k) l -> b c h w", that of im2col backwards."""
     source = operands_of(node)[0]
@@ -151,14 +151,14 @@ def _patches(image: tuple[int, ...], columns: tuple[int, ...], to_columns: bool)
     return OpShardingRule((before,), (after,), sizes, whole=whole, linear=_FIRST)
 
 
-@spec(aten.unfold.default)
+@rule_for(aten.unfold.default)
 def unfold(node: fx.Node) -> OpShardingRule:
     """Return the rule of windows along one dim, which stays unsharded, as do the windows."""
     source = operands_of(node)[0]
     assert source is not None
     shape, sizes = operand_shape(source), dict[str, int]()
     if not shape:
-        return unsplit(node, found="rule")
+        return unsplit(node, source="rule")
     dims = named(shape, sizes)
     dim = bound(node)["dimension"] % len(shape)
     sizes["r"], sizes["window"] = shape_of(value_of(node))[dim], shape_of(value_of(node))[-1]
@@ -172,7 +172,7 @@ def unfold(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec((aten.pixel_shuffle.default, aten.pixel_unshuffle.default))
+@rule_for((aten.pixel_shuffle.default, aten.pixel_unshuffle.default))
 def pixel_shuffle(node: fx.Node) -> OpShardingRule:
     """Return the rule "(c r s) h w -> c (h r) (w s)", or that backwards: channels, rows and columns
     may be split, the pixels r and s of a channel may not.
@@ -191,7 +191,7 @@ def pixel_shuffle(node: fx.Node) -> OpShardingRule:
     return OpShardingRule((before,), (after,), sizes, whole=frozenset({"r", "s"}), linear=_FIRST)
 
 
-@spec(aten.channel_shuffle.default)
+@rule_for(aten.channel_shuffle.default)
 def channel_shuffle(node: fx.Node) -> OpShardingRule:
     """Return the rule "b (g c) ... -> b (c g) ...": the channels of each group may be split."""
     source = operands_of(node)[0]
@@ -210,7 +210,7 @@ def channel_shuffle(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.roll.default)
+@rule_for(aten.roll.default)
 def roll(node: fx.Node) -> OpShardingRule:
     """Return the rule of a roll: dims that are rolled stay unsharded; all of them where it rolls
     the flattened tensor.
@@ -224,7 +224,7 @@ def roll(node: fx.Node) -> OpShardingRule:
 
 
 # -- grids -----------------------------------------------------------------------------------------
-@spec(aten.grid_sampler.default)
+@rule_for(aten.grid_sampler.default)
 def grid_sampler(node: fx.Node) -> OpShardingRule:
     """Return the rule "b c h w, b y x 2 -> b c y x": the points of the grid may be split, the
     pixels that they read may not.
@@ -243,7 +243,7 @@ def grid_sampler(node: fx.Node) -> OpShardingRule:
     )
 
 
-@spec(aten.affine_grid_generator.default)
+@rule_for(aten.affine_grid_generator.default)
 def affine_grid(node: fx.Node) -> OpShardingRule:
     """Return the rule "b r k -> b y x r": only samples may be split, as a point's coordinates
     depend on where it lies in the image.
@@ -263,7 +263,7 @@ def affine_grid(node: fx.Node) -> OpShardingRule:
 
 
 # -- spectra ---------------------------------------------------------------------------------------
-@spec(
+@rule_for(
     (
         aten.fft_fft.default,
         aten.fft_ifft.default,
@@ -291,7 +291,7 @@ def spectrum(node: fx.Node) -> OpShardingRule:
     return unsharded_dims(node, {d % count for d in dims})
 
 
-@spec((aten.stft.default, aten.stft.center, aten.istft.default))
+@rule_for((aten.stft.default, aten.stft.center, aten.istft.default))
 def short_time_spectrum(node: fx.Node) -> OpShardingRule:
     """Return the rule "b t, w -> b f n" of a short-time Fourier transform, or that backwards:
     signals may be split, time may not.

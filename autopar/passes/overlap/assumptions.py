@@ -18,8 +18,8 @@ Auxiliary outputs are results beside the loss, such as logits. A backward that A
 takes a gradient of every result. Where the loss alone is differentiated, autograd makes zeros for
 the others: for logits as many bytes again, and a pass over them. So the graphs are derived as if
 auxiliary outputs were constants (`as_constants`). Where the gradient of one is taken after all, it
-is computed through the emitted graph, which runs once more (`Late`, `through`); from the next step
-on the graphs are derived with it. As with any gradient, all ranks take it or none.
+is computed through the emitted graph, which runs once more (`Late`, `rerun_for`); from the next
+step on the graphs are derived with it. As with any gradient, all ranks take it or none.
 runtime/backends.py calls these functions when it derives the graphs and when it returns results.
 """
 
@@ -149,12 +149,12 @@ def as_constants(module: fx.GraphModule, places: frozenset[int]) -> tuple[fx.Gra
     return fx.GraphModule(module, graph), differentiable
 
 
-def _detach_and_note(place: int, found: set[int]) -> Callable[[Tensor], Tensor]:
+def _detach_and_note(place: int, places: set[int]) -> Callable[[Tensor], Tensor]:
     """Return a function that detaches a result, and notes its place if it had a gradient."""
 
     def constant(value: Tensor) -> Tensor:
         if value.requires_grad:
-            found.add(place)
+            places.add(place)
         return value.detach()
 
     return constant
@@ -166,17 +166,17 @@ class Late(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, asked: Asked, place: int, result: Tensor, *values: Tensor) -> Tensor:
-        ctx.asked, ctx.place = asked, place
+    def forward(ctx: Any, gradients: Asked, place: int, result: Tensor, *values: Tensor) -> Tensor:
+        ctx.gradients, ctx.place = gradients, place
         ctx.save_for_backward(*values)
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, None, None, *ctx.asked(ctx.place, gradient, ctx.saved_tensors)
+        return None, None, None, *ctx.gradients(ctx.place, gradient, ctx.saved_tensors)
 
 
-def through(
+def rerun_for(
     module: fx.GraphModule, place: int, gradient: Tensor, values: Sequence[Tensor]
 ) -> Gradients:
     """Return gradients of the values by running the emitted graph once more. None where there is

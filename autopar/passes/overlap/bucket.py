@@ -236,10 +236,10 @@ def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     return gathered
 
 
-def _send_and_wait(graph: fx.Graph, members: Sequence[fx.Node], one: fx.Node) -> fx.Node:
-    """Return what arrives of a collective that sends `one` in place of the members' operands."""
+def _send_and_wait(graph: fx.Graph, members: Sequence[fx.Node], bucket: fx.Node) -> fx.Node:
+    """Return what arrives of a collective that sends `bucket` in place of the members' operands."""
     target: Any = members[0].target
-    sent = computed(graph, target, (one, *members[0].args[1:]))
+    sent = computed(graph, target, (bucket, *members[0].args[1:]))
     sent.meta["custom"] = _origins(members)
     return computed(graph, functional.wait_tensor.default, (sent,))
 
@@ -252,12 +252,12 @@ def _origins(members: Sequence[fx.Node]) -> dict[str, str]:
 
 
 # -- concatenate and split -------------------------------------------------------------------------
-def _cut(graph: fx.Graph, one: fx.Node, values: Sequence[torch.Tensor]) -> list[fx.Node]:
-    """Return consecutive views of `one` (n,), of the shapes of these values."""
+def _cut(graph: fx.Graph, bucket: fx.Node, values: Sequence[torch.Tensor]) -> list[fx.Node]:
+    """Return consecutive views of `bucket` (n,), of the shapes of these values."""
     views, start = [], 0
     for value in values:
         stop = start + value.numel()
-        view = computed(graph, aten.slice.Tensor, (one, 0, start, stop))
+        view = computed(graph, aten.slice.Tensor, (bucket, 0, start, stop))
         views.append(computed(graph, aten.view.default, (view, list(value.shape))))
         start = stop
     return views
@@ -276,15 +276,15 @@ def _in_cut_order(members: Sequence[fx.Node]) -> Sequence[fx.Node]:
 
 
 # -- scattered, summed and gathered again ----------------------------------------------------------
-def _scattered(one: fx.Node, members: Sequence[fx.Node]) -> fx.Node | None:
-    """Return the concatenation that was scattered over this group to become the operand `one` of an
-    all-gather. None where there is none, or where something else uses a value on the way.
+def _scattered(bucket: fx.Node, members: Sequence[fx.Node]) -> fx.Node | None:
+    """Return the concatenation that was scattered over this group to become the operand `bucket` of
+    an all-gather. None where there is none, or where something else uses a value on the way.
     """
-    if not _leads_only_to(one, members):
+    if not _leads_only_to(bucket, members):
         return None
-    node, groups = one, [group_of(members[0])]
+    node, groups = bucket, [group_of(members[0])]
     while groups:
-        if node is not one and len(node.users) != 1:
+        if node is not bucket and len(node.users) != 1:
             return None
         name = collective_of(node)
         if name == "all_gather_into_tensor":
@@ -313,14 +313,14 @@ def _leads_only_to(node: fx.Node, members: Sequence[fx.Node]) -> bool:
     )
 
 
-def _slice_anew(graph: fx.Graph, beside: fx.Node) -> None:
+def _slice_anew(graph: fx.Graph, neighbour: fx.Node) -> None:
     """Give rank r slice r of the concatenation of all parts, in place of slice r of each part."""
-    rows = beside.all_input_nodes
-    shape = list(beside.meta["val"].shape)
-    with graph.inserting_before(beside):
+    rows = neighbour.all_input_nodes
+    shape = list(neighbour.meta["val"].shape)
+    with graph.inserting_before(neighbour):
         flat = in_one(graph, [row.all_input_nodes[0] for row in rows])
-        beside.replace_all_uses_with(computed(graph, aten.view.default, (flat, shape)))
-    graph.erase_node(beside)
+        neighbour.replace_all_uses_with(computed(graph, aten.view.default, (flat, shape)))
+    graph.erase_node(neighbour)
     for row in rows:
         graph.erase_node(row)
 

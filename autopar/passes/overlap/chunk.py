@@ -63,7 +63,7 @@ def chunk_units_of(graph: fx.Graph, units: Sequence[Unit]) -> fx.Graph:
     twins = dict(zip(graph.nodes, chunked.nodes, strict=True))
     values: dict[Any, Any] = {}
     for unit in units:
-        twin = Unit({twins[node]: cut for node, cut in unit.cuts.items()}, unit.pieces)
+        twin = Unit({twins[node]: cut for node, cut in unit.cut_of.items()}, unit.pieces)
         _ChunkWriter(chunked, twin, values).cut()
     sorted_ = ordered(chunked)
     assert sorted_, "pieces wait for one another"
@@ -78,12 +78,12 @@ class _ChunkWriter:
 
     def __init__(self, graph: fx.Graph, unit: Unit, values: dict[Any, Any]) -> None:
         self.graph, self.unit, self.values = graph, unit, values
-        self.parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in unit.cuts}
+        self.parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in unit.cut_of}
         self.sliced: dict[tuple[fx.Node, Cut], list[fx.Node]] = {}
 
     def cut(self) -> None:
         """Put the pieces before the unit's last node; the graph is to be ordered afterwards."""
-        cuts = self.unit.cuts
+        cuts = self.unit.cut_of
         with self.graph.inserting_before(max(cuts)):
             for stage in _stages(self.unit):
                 for number in range(self.unit.pieces):
@@ -103,23 +103,23 @@ class _ChunkWriter:
             self._operand(node, i, argument, number) for i, argument in enumerate(node.args)
         ]
         if node.target in SHAPED:
-            arguments[1] = self._smaller(shape_of(node), self.unit.cuts[node])
+            arguments[1] = self._smaller(shape_of(node), self.unit.cut_of[node])
         piece = self._call(node.target, tuple(arguments), node.kwargs)
         piece.meta["custom"] = node.meta.get("custom", {})
         return piece
 
-    def _operand(self, node: fx.Node, place: int, given: Any, number: int) -> Any:
+    def _operand(self, node: fx.Node, place: int, value: Any, number: int) -> Any:
         """Return what a piece takes as operand number `place`."""
-        if not isinstance(given, fx.Node):
-            return given
-        if given in self.parts:
-            return self.parts[given][number]
-        cut = operand(node, place, self.unit.cuts[node])
+        if not isinstance(value, fx.Node):
+            return value
+        if value in self.parts:
+            return self.parts[value][number]
+        cut = operand(node, place, self.unit.cut_of[node])
         if cut is None:
-            return given
-        if (given, cut) not in self.sliced:
-            self.sliced[given, cut] = self._slices(given, cut)
-        piece = self.sliced[given, cut][number]
+            return value
+        if (value, cut) not in self.sliced:
+            self.sliced[value, cut] = self._slices(value, cut)
+        piece = self.sliced[value, cut][number]
         return piece if collective_of(node) is None else self._contiguous(piece)
 
     def _slices(self, node: fx.Node, own: Cut) -> list[fx.Node]:
@@ -174,13 +174,13 @@ class _ChunkWriter:
         return made(self.graph, target, arguments, self.values[key], more)
 
 
-def _shape_key(given: Any) -> Any:
+def _shape_key(operand: Any) -> Any:
     """Return what of the arguments the shape of a result depends on."""
-    if isinstance(given, list | tuple):
-        return tuple(map(_shape_key, given))
-    if not isinstance(given, fx.Node):
-        return given
-    value = value_of(given)
+    if isinstance(operand, list | tuple):
+        return tuple(map(_shape_key, operand))
+    if not isinstance(operand, fx.Node):
+        return operand
+    value = value_of(operand)
     return tuple(value.shape), value.stride(), value.dtype
 
 
@@ -188,7 +188,7 @@ def _stages(unit: Unit) -> Iterator[list[fx.Node]]:
     """Yield the nodes of a unit in the order in which pieces run: the gathers; then from their
     results to the issue of collectives; then what waits for those.
     """
-    order = sorted(unit.cuts)
+    order = sorted(unit.cut_of)
     gathers = [n for n in order if collective_of(n) == "all_gather_into_tensor"]
     issued_late = {n for n in order if collective_of(n) is not None and n not in gathers}
     behind: list[fx.Node] = []
@@ -241,7 +241,7 @@ def _fastest(derived: DerivedGraph, listed: Listed, uncut: set[fx.Node], world: 
     for most in reversed(PIECES):
         allowed = [unit for unit in candidates if unit.pieces <= most]
         choices = _choose_units(listed, run, world, allowed)
-        names = frozenset((next(iter(c.unit.cuts)), c.unit.pieces) for c in choices)
+        names = frozenset((next(iter(c.unit.cut_of)), c.unit.pieces) for c in choices)
         if names in seen or sum(choice.gain for choice in choices) < WORTH * run.seconds:
             continue
         seen.add(names)
@@ -274,15 +274,15 @@ def _choose_units(listed: Listed, run: Run, world: World, tried: Sequence[Unit])
         stalled = sum(exposed.get(node, 0.0) for node in unit.collectives)
         if not stalled:
             continue
-        key = unit.pieces, *((n.target, n.meta["val"].shape) for n in unit.cuts)
+        key = unit.pieces, *((n.target, n.meta["val"].shape) for n in unit.cut_of)
         if key not in modelled:
             modelled[key] = _estimate(unit, world)
         alone = modelled[key]
         choices.append(_Choice(unit, min(alone.saved, stalled) - alone.spent))
     best, cut_nodes = [], set[fx.Node]()
     for choice in sorted(choices, key=lambda choice: -choice.gain):
-        if choice.gain > 0 and cut_nodes.isdisjoint(choice.unit.cuts):
-            cut_nodes |= choice.unit.cuts.keys()
+        if choice.gain > 0 and cut_nodes.isdisjoint(choice.unit.cut_of):
+            cut_nodes |= choice.unit.cut_of.keys()
             best.append(choice)
     return best
 
@@ -301,17 +301,17 @@ def _estimate(unit: Unit, world: World) -> _Estimate:
     each further piece its longest stage, under which the others run. Pieces that are too small save
     nothing.
     """
-    pieces, nodes = unit.pieces, list(unit.cuts)
+    pieces, nodes = unit.pieces, list(unit.cut_of)
     work = [n for n in nodes if not carries_on(n) and collective_of(n) is None]
     for node in nodes:
         if node.target in MATMULS:
-            side = value_of(node).shape[unit.cuts[node].dim] / pieces
+            side = value_of(node).shape[unit.cut_of[node].dim] / pieces
             if side < _LEAST_SIDE or flops(node) / pieces < _LEAST_FLOPS:
                 return _Estimate(0.0, 0.0)
     uncut, part = [_stage_seconds(unit, work, world, count) for count in (1, pieces)]
     longer = part[0] * pieces - uncut[0]
     saved = sum(uncut) - sum(part) - (pieces - 1) * max(part) + longer
-    outputs = [n for n in nodes if not unit.cuts.keys() >= n.users.keys()]
+    outputs = [n for n in nodes if not unit.cut_of.keys() >= n.users.keys()]
     moved = float(sum(2 * bytes_of(node) for node in outputs))
     side_by_side = matmul_seconds(0.0, moved, value_of(nodes[0]).dtype, world.device)
     issuing = call_seconds(world) * (pieces - 1) * len(unit.collectives)

@@ -47,17 +47,17 @@ class Unit:
     and the number of pieces.
     """
 
-    cuts: Mapping[fx.Node, Cut]
+    cut_of: Mapping[fx.Node, Cut]
     pieces: int
 
     @property
     def collectives(self) -> list[fx.Node]:
         """Return the nodes of the unit that are collectives."""
-        return [node for node in self.cuts if collective_of(node) is not None]
+        return [node for node in self.cut_of if collective_of(node) is not None]
 
 
 # -- how a cut goes through a node -----------------------------------------------------------------
-def through(node: fx.Node, source: fx.Node, cut: Cut, pieces: int) -> Cut | None:
+def result_cut(node: fx.Node, source: fx.Node, cut: Cut, pieces: int) -> Cut | None:
     """Return how the result of a node is cut if its operand `source` is cut like this; None where
     it cannot be.
     """
@@ -209,9 +209,9 @@ def units(graph: fx.Graph, pieces: int, without: Set[fx.Node]) -> list[Unit]:
     return result
 
 
-def _joinable(cuts: Mapping[fx.Node, Cut]) -> bool:
+def _joinable(by_node: Mapping[fx.Node, Cut]) -> bool:
     """Whether results that leave the unit are contiguous, as concatenated pieces are."""
-    return all(cuts.keys() >= n.users.keys() or value_of(n).is_contiguous() for n in cuts)
+    return all(by_node.keys() >= n.users.keys() or value_of(n).is_contiguous() for n in by_node)
 
 
 def _sides(product: fx.Node, pieces: int) -> list[Cut]:
@@ -234,7 +234,7 @@ def _to_sum_over_ranks(product: fx.Node, cut: Cut, search: _Search) -> dict[fx.N
     users = list(wait.users)
     if len(users) != 1 or not _adds_parts(users[0]):
         return {}
-    sum_cut = through(users[0], wait, cuts[wait], search.pieces)
+    sum_cut = result_cut(users[0], wait, cuts[wait], search.pieces)
     return {} if sum_cut is None else {**cuts, users[0]: sum_cut}
 
 
@@ -247,7 +247,7 @@ def _to_wait(node: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
     for user in node.users:
         if user.target in MATMULS or collective_of(user) == _GATHER:
             continue
-        user_cut = through(user, node, cut, search.pieces)
+        user_cut = result_cut(user, node, cut, search.pieces)
         if user_cut is None or (user, user_cut) in search.nowhere:
             continue
         cuts = _to_wait(user, user_cut, search)
@@ -271,12 +271,12 @@ def _from_gather(gather: fx.Node, search: _Search) -> dict[fx.Node, Cut]:
 
 
 def _cut_from_gather(
-    gather: fx.Node, given: fx.Node, cut: Cut, search: _Search
+    gather: fx.Node, operand: fx.Node, cut: Cut, search: _Search
 ) -> dict[fx.Node, Cut]:
     """Return the cuts of a gather and of all that leads to matmuls, if its operand is cut like
     this.
     """
-    gather_cut = through(gather, given, cut, search.pieces)
+    gather_cut = result_cut(gather, operand, cut, search.pieces)
     if gather_cut is None:
         return {}
     cuts: dict[fx.Node, Cut] = {}
@@ -284,21 +284,21 @@ def _cut_from_gather(
     return dict(sorted(cuts.items()))  # in the order of the graph
 
 
-def _follow(node: fx.Node, cut: Cut, search: _Search, found: dict[fx.Node, Cut]) -> bool:
-    """Add the node and those of its users that lead to matmuls to `found`; return whether there are
-    any.
+def _follow(node: fx.Node, cut: Cut, search: _Search, by_node: dict[fx.Node, Cut]) -> bool:
+    """Add the node and those of its users that lead to matmuls to `by_node`; return whether there
+    are any.
     """
     reached = False
     for user in node.users:
         if user.target in MATMULS:
-            reached |= _enter_matmul(user, node, cut, search, found)
+            reached |= _enter_matmul(user, node, cut, search, by_node)
             continue
         passes_cut = is_wait(user) or user.target in SHAPED | _ALIKE | _MOVING
-        user_cut = through(user, node, cut, search.pieces) if passes_cut else None
+        user_cut = result_cut(user, node, cut, search.pieces) if passes_cut else None
         if user_cut is not None:
-            reached |= _follow(user, user_cut, search, found)
+            reached |= _follow(user, user_cut, search, by_node)
     if reached:
-        found[node] = cut
+        by_node[node] = cut
     return reached
 
 
@@ -310,16 +310,16 @@ _MOVING = frozenset({aten.permute.default, aten.transpose.int, aten.squeeze.dim}
 
 
 def _enter_matmul(
-    product: fx.Node, left: fx.Node, cut: Cut, search: _Search, found: dict[fx.Node, Cut]
+    product: fx.Node, left: fx.Node, cut: Cut, search: _Search, by_node: dict[fx.Node, Cut]
 ) -> bool:
-    """Add a matmul to `found` where `cut` cuts its rows, with the sum over ranks behind it; return
-    whether it does.
+    """Add a matmul to `by_node` where `cut` cuts its rows, with the sum over ranks behind it;
+    return whether it does.
     """
     arguments = product.args[1:] if product.target is aten.addmm.default else product.args
     rows = len(shape_of(product)) - 2
     if arguments[0] is not left or arguments[1] is left or cut.dim != rows:
         return False
-    found |= _to_sum_over_ranks(product, cut, search) or {product: cut}
+    by_node |= _to_sum_over_ranks(product, cut, search) or {product: cut}
     return True
 
 

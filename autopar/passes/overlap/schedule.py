@@ -27,7 +27,7 @@ from torch import fx
 
 from autopar.cost.simulator.engine import Event, Run, simulate_overlap
 from autopar.cost.simulator.graph_events import collective_of, fetchable, graph_events, keeps_place
-from autopar.cost.simulator.liveness import Lives, Staging
+from autopar.cost.simulator.liveness import Liveness, Staging
 from autopar.ir.graph import reorder
 from autopar.passes.overlap import DerivedGraph, Freedom, GraphFacts, check_interface
 from autopar.world import World
@@ -118,7 +118,7 @@ def _reorder_to_fit(derived: DerivedGraph) -> None:
     graph = derived.graph
     scheduled = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     early = fetchable(graph, derived.resident)
-    late = _LateOrder(graph, Lives(graph, derived.step), early, derived.bound)
+    late = _LateOrder(graph, Liveness(graph, derived.step), early, derived.bound)
     late.place(scheduled)
     placeholders = graph.find_nodes(op="placeholder")
     reorder(graph, [*placeholders, *_move_fetches_ahead(late, scheduled, early)])
@@ -130,21 +130,23 @@ class _LateOrder:
     each runs.
     """
 
-    def __init__(self, graph: fx.Graph, lives: Lives, early: set[fx.Node], bound: float) -> None:
-        self.staging = Staging(lives)
-        self.lives, self.early, self.bound = lives, early, bound
-        self.left = {node: len(readers) for node, readers in lives.readers.items()}
-        self.made = {node: lives.bytes_made(node) for node in graph.nodes}
+    def __init__(
+        self, graph: fx.Graph, liveness: Liveness, early: set[fx.Node], bound: float
+    ) -> None:
+        self.staging = Staging(liveness)
+        self.liveness, self.early, self.bound = liveness, early, bound
+        self.left = {node: len(readers) for node, readers in liveness.readers.items()}
+        self.output_bytes = {node: liveness.bytes_made(node) for node in graph.nodes}
         self.waits: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by issue
-        for wait, issue in lives.issues.items():
+        for wait, issue in liveness.issues.items():
             self.waits[issue].append(wait)
         placeholders = graph.find_nodes(op="placeholder")
         self.placed = set(placeholders)
-        self.now = lives.step.primals + sum(self.made[node] for node in placeholders)
+        self.now = liveness.step.primals + sum(self.output_bytes[node] for node in placeholders)
         self.flying: dict[fx.Node, None] = {}  # issued and not waited for, in order of issue
         self.coming: deque[fx.Node] = deque()  # nodes that are not in `early`, as scheduled
         self.order: list[fx.Node] = []
-        self.live: list[float] = []
+        self.live_bytes: list[float] = []
 
     def place(self, nodes: Iterable[fx.Node]) -> None:
         """Place all of these nodes, in their order but for those that are moved."""
@@ -168,7 +170,7 @@ class _LateOrder:
             if self._fits(node):
                 return True
             waits = self.waits[issue]
-            if any(self.left[self.lives.root[n]] <= len(waits) for n in issue.all_input_nodes):
+            if any(self.left[self.liveness.root[n]] <= len(waits) for n in issue.all_input_nodes):
                 for wait in waits:
                     self._with_needs(wait)
         while not self._fits(node) and (freeing := self._frees(node)):
@@ -185,17 +187,19 @@ class _LateOrder:
         for op in itertools.islice(self.coming, _WINDOW):
             if op in self.placed or op is node or op in self.waits:
                 continue
-            if not self.made[op] or keeps_place(op):
+            if not self.output_bytes[op] or keeps_place(op):
                 continue
             nodes = list(dict.fromkeys(self._needs(op)))
-            if any(self.made[n] or n in self.lives.issues for n in nodes[:-1]):
+            if any(self.output_bytes[n] or n in self.liveness.issues for n in nodes[:-1]):
                 continue
-            roots = {self.lives.root[n] for each in nodes for n in each.all_input_nodes}
-            unplaced_readers = {r: self.lives.readers[r] - self.placed for r in roots}
+            roots = {self.liveness.root[n] for each in nodes for n in each.all_input_nodes}
+            unplaced_readers = {r: self.liveness.readers[r] - self.placed for r in roots}
             freed_bytes = sum(
-                self.made[r] for r, readers in unplaced_readers.items() if readers <= {*nodes}
+                self.output_bytes[r]
+                for r, readers in unplaced_readers.items()
+                if readers <= {*nodes}
             )
-            if freed_bytes > self.made[op]:
+            if freed_bytes > self.output_bytes[op]:
                 return nodes
         return []
 
@@ -208,7 +212,7 @@ class _LateOrder:
 
     def _fits(self, node: fx.Node) -> bool:
         """Whether the node can run now within the bound."""
-        new_bytes = self.made[node] + self.lives.staged(node)
+        new_bytes = self.output_bytes[node] + self.liveness.staged(node)
         return self.now + self.staging.bytes + new_bytes <= self.bound
 
     def _with_needs(self, node: fx.Node) -> None:
@@ -217,7 +221,7 @@ class _LateOrder:
             return
         for needed in node.all_input_nodes:
             self._with_needs(needed)
-        if self.made[node]:
+        if self.output_bytes[node]:
             self._room(node)
         if node not in self.placed:  # _room may have placed it
             self._append(node)
@@ -226,25 +230,25 @@ class _LateOrder:
         """Place the node, and update which bytes are live."""
         self.placed.add(node)
         self.order.append(node)
-        self.now += self.made[node]
+        self.now += self.output_bytes[node]
         self.staging.step(node)
-        self.live.append(self.now + self.staging.bytes)
+        self.live_bytes.append(self.now + self.staging.bytes)
         if node in self.waits:
             self.flying[node] = None
-        issue = self.lives.issues.get(node)
+        issue = self.liveness.issues.get(node)
         if issue is not None and self.placed.issuperset(self.waits[issue]):
             del self.flying[issue]
         for root in self._read(node, issue):
             self.left[root] -= 1
             if not self.left[root]:
-                self.now -= self.made[root]
-        if not self.lives.readers[node]:
-            self.now -= self.made[node]
+                self.now -= self.output_bytes[root]
+        if not self.liveness.readers[node]:
+            self.now -= self.output_bytes[node]
 
     def _read(self, node: fx.Node, issue: fx.Node | None) -> set[fx.Node]:
         """Return the memory that a node reads; a wait also reads its collective's operands."""
         operands = [*node.all_input_nodes, *(issue.all_input_nodes if issue is not None else ())]
-        return {self.lives.root[n] for n in operands}
+        return {self.liveness.root[n] for n in operands}
 
 
 def _move_fetches_ahead(
@@ -254,7 +258,7 @@ def _move_fetches_ahead(
     is room.
     """
     place = {node: number for number, node in enumerate(late.order)}
-    live = np.array(late.live)
+    live = np.array(late.live_bytes)
     scheduled_place = _anchors(scheduled, early, place)
     moved: dict[fx.Node, int] = {}
     before: dict[int, list[fx.Node]] = defaultdict(list)
@@ -264,7 +268,7 @@ def _move_fetches_ahead(
         nodes = list(dict.fromkeys(_unmoved_needs(node, early, moved)))
         needs = (moved.get(n, 0) for member in nodes for n in member.all_input_nodes)
         first, last = max([scheduled_place[node], *needs]), place[node]
-        size = sum(late.made[member] + late.lives.staged(member) for member in nodes)
+        size = sum(late.output_bytes[member] + late.liveness.staged(member) for member in nodes)
         too_full = np.flatnonzero(live[first:last] + size > late.bound)
         start = first + int(too_full[-1]) + 1 if len(too_full) else first
         if start < last:

@@ -87,7 +87,7 @@ def trace(
         return known
     record, reads, derivatives = Record(model), AttributeReads(model), DerivativeCalls()
     written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))
-    exported, originals = capture(model, args, kwargs, derivatives.found)
+    exported, originals = capture(model, args, kwargs, derivatives.taken)
     graph = exported.graph
     _give_lasting_names(graph)
     results = _read_outputs(exported)
@@ -110,21 +110,21 @@ def trace(
         training=model.training,
         forward=signature_of(model),
         autocast=under_autocast(_device_types(graph)),
-        reads=frozenset(reads.found),
+        reads=frozenset(reads.attributes),
     )
     program = Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
-    if derivatives.found:
+    if derivatives.taken:
         refuse_difference(model, program, (args, kwargs))
     keep(model, args, kwargs, record, program)
     return program
 
 
-def _refuse_lost_writes(model: nn.Module, written: set[str], kept: set[str]) -> None:
+def _refuse_lost_writes(model: nn.Module, written: set[str], remaining: set[str]) -> None:
     """Refuse a write into a buffer by an op whose result nothing uses. Export drops such an op, and
     with it a write that its signature does not mention, as in ops of normalisation.
     """
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    ids = {id(buffers[name]) for name in kept if name in buffers}
+    ids = {id(buffers[name]) for name in remaining if name in buffers}
     lost = sorted(name for name in written if id(buffers.get(name)) not in ids)
     if lost:
         reason = f"forward writes into the buffer {lost[0]} by an op whose result nothing uses"

@@ -2,7 +2,7 @@
 
     with AttributeReads(model) as reads:
         model(x)
-    reads.found    # {("", "tau"), ("blocks.0", "disabled"), ("blocks.0.drop", "p"), …}
+    reads.attributes    # {("", "tau"), ("blocks.0", "disabled"), ("blocks.0.drop", "p"), …}
 
 A trace is right for as long as these have the values that they had: a parallel module compares them
 at every call (runtime/training/module_state.py). What the forward does not read, such as a counter
@@ -33,11 +33,11 @@ class AttributeReads:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.found: set[tuple[str, str]] = set()
+        self.attributes: set[tuple[str, str]] = set()
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def __enter__(self) -> AttributeReads:
-        names, found = self._names, self.found
+        names, found = self._names, self.attributes
 
         def read(module: Any, name: str) -> Any:
             where = names.get(id(module))

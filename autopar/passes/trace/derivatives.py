@@ -46,11 +46,11 @@ class DerivativeCalls(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.taken = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         dual = getattr(func, "__name__", "") == "_make_dual"
-        self.found = self.found or func is _GRAD or dual or differentiating()
+        self.taken = self.taken or func is _GRAD or dual or differentiating()
         return func(*args, **(kwargs or {}))
 
 
@@ -85,7 +85,7 @@ class BelowAutograd(NamedTuple):
     module: fx.GraphModule
     names: list[str]
     leaves: list[Any]  # of the result; _TENSOR in the place of each tensor
-    spec: pytree.TreeSpec
+    tree: pytree.TreeSpec
     assigned: list[str]
     fixed: dict[fx.Node, str]  # the placeholders of parameters and inputs, which stay as they are
 
@@ -96,13 +96,13 @@ def graph_below_autograd(
     """Record a call of the model on fake tensors, which it holds as well, below autograd, where a
     derivative is a number of operators. `modes` gives what the forward is to run within.
     """
-    held = dict(_held(model))
+    held = dict(_held_tensors(model))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     facts: dict[str, Any] = {}
 
     def run(*_: torch.Tensor) -> list[torch.Tensor]:
         with _MarkDetaches(), modes(), _module_stacks(model), twice_differentiable():
-            leaves, facts["spec"] = pytree.tree_flatten(model(*args, **kwargs))
+            leaves, facts["tree"] = pytree.tree_flatten(model(*args, **kwargs))
         now = dict(model.named_buffers())
         facts["assigned"] = [n for n, x in now.items() if n in held and x is not held[n]]
         facts["leaves"] = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -143,7 +143,7 @@ def twice_differentiable() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _held_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -194,7 +194,7 @@ def forward_replaced(model: nn.Module, below: BelowAutograd) -> Iterator[None]:
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = dict(_held(model))
+        held = dict(_held_tensors(model))
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         with node_meta.preserve_node_meta():
             results = iter(_Replay(below.module).run(
@@ -204,7 +204,7 @@ def forward_replaced(model: nn.Module, below: BelowAutograd) -> Iterator[None]:
         for name, value in zip(below.assigned, results, strict=True):
             owner, _, buffer = name.rpartition(".")
             setattr(model.get_submodule(owner), buffer, value)
-        return pytree.tree_unflatten(leaves, below.spec)
+        return pytree.tree_unflatten(leaves, below.tree)
 
     # The graph has the model's own hooks in it: they must not run around it once more.
     replaced = {"forward": forward, "_forward_hooks": {}, "_forward_pre_hooks": {}}

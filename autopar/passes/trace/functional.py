@@ -59,7 +59,7 @@ def written_functionally(exported: ExportedProgram) -> fx.Graph | None:
         distinct: dict[Any, fx.Node] = {}
         keys: dict[fx.Node, Any] = {}
         for node in exported.graph.nodes:
-            if _changes(node):
+            if _writes(node):
                 keys[node] = _key(node)
                 distinct.setdefault(keys[node], node)
         decomposed = dict(zip(distinct, _decompose(list(distinct.values())), strict=True))
@@ -80,7 +80,7 @@ def _placeholders(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]
     return list(zip(*pairs, strict=True))
 
 
-def _changes(node: fx.Node) -> bool:
+def _writes(node: fx.Node) -> bool:
     """Whether decomposition puts something else in the place of this call: of a composite operator
     that may return its operand or a view of it. Raises _NotAlone.
     """

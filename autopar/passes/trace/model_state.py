@@ -107,7 +107,7 @@ def attribute_state(value: Any, path: str) -> Snapshot:
 
 
 def _enter(
-    found: Snapshot,
+    snapshot: Snapshot,
     root: Any,
     path: str,
     known: Callable[[torch.Tensor], bool],
@@ -120,19 +120,19 @@ def _enter(
     while pending:
         value, path = pending.pop()
         if isinstance(value, torch.Tensor):
-            found.tensors[id(value)] = path
-            found.leaves[path] = ("tensor", id(value) if known(value) else None)
+            snapshot.tensors[id(value)] = path
+            snapshot.leaves[path] = ("tensor", id(value) if known(value) else None)
             continue
-        found.leaves[path] = leaf = _leaf(value)
+        snapshot.leaves[path] = leaf = _leaf(value)
         if not _is_entered(value):
             if identify and leaf == (type(value).__qualname__, 0):
-                found.leaves[path] = (*leaf, id(value))
+                snapshot.leaves[path] = (*leaf, id(value))
             continue
-        if id(value) in found.seen:
+        if id(value) in snapshot.seen:
             continue
-        found.seen.add(id(value))
+        snapshot.seen.add(id(value))
         for target in _containers(value):
-            _record(found, target)
+            _record(snapshot, target)
         pending.extend(_parts(value, path))
 
 
@@ -198,10 +198,10 @@ def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield from ((inner, f"{path}.{key}") for key, inner in attributes.items())
 
 
-def _record(found: Snapshot, target: Any) -> None:
+def _record(snapshot: Snapshot, target: Any) -> None:
     """Record a container with a copy of its content."""
     kind = next(k for k in (dict, set, list, collections.deque) if isinstance(target, k))
-    found.contents[id(target)] = (target, (list if kind is collections.deque else kind)(target))
+    snapshot.contents[id(target)] = (target, (list if kind is collections.deque else kind)(target))
 
 
 def _refill(target: Any, content: Any) -> None:

@@ -124,13 +124,15 @@ class _Values:
 
     def __init__(self, home: torch.device, constants: Collection[Tensor], own: bool) -> None:
         self.home, self.own, self.constants = home, own, {id(x) for x in constants}
-        self.made: dict[int, tuple[Tensor, Tensor]] = {}  # with what was replaced, so that it lives
+        self.replacements: dict[
+            int, tuple[Tensor, Tensor]
+        ] = {}  # with what was replaced, so that it lives
 
     def copy(self, value: Tensor) -> Tensor:
         """Return a fresh copy of the tensor in the place of this one."""
-        if id(value) not in self.made:
-            self.made[id(value)] = value, self._make(value)
-        copy = self.made[id(value)][1].detach().clone()
+        if id(value) not in self.replacements:
+            self.replacements[id(value)] = value, self._make(value)
+        copy = self.replacements[id(value)][1].detach().clone()
         if isinstance(value, nn.Parameter):
             return nn.Parameter(copy, requires_grad=value.requires_grad)
         return copy.requires_grad_(value.requires_grad)

@@ -220,7 +220,7 @@ def traced_before(
     }
     entries = (entry for entry in kept.program.signature.inputs if entry.kind != "user")
     known = _copy(kept.program, {entry.target: held[entry.target] for entry in entries})
-    signature = replace(known.signature, reads=frozenset(reads.found))
+    signature = replace(known.signature, reads=frozenset(reads.attributes))
     return replace(known, signature=signature)
 
 

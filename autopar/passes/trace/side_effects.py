@@ -110,7 +110,7 @@ def _call_twice(
         _refuse_changes(model, after, snapshot(model, lambda value: id(value) in before.tensors))
     finally:
         before.restore()
-    return [*first.made, *second.made], written
+    return [*first.tensors, *second.tensors], written
 
 
 def _called(
@@ -161,7 +161,7 @@ class _Calls(TorchFunctionMode):
         self.names = {value: place for place, value in enumerate(known)}
         self.number = 1 if earlier is None else 2
         self.done: list[tuple[Any, ...]] = []
-        self.made: list[weakref.ref[torch.Tensor]] = []
+        self.tensors: list[weakref.ref[torch.Tensor]] = []
         self.states = random.getstate(), _numpy_text()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -183,7 +183,7 @@ class _Calls(TorchFunctionMode):
         for value in results:
             if id(value) not in operand_ids:
                 self._mark(value, mark)
-                self.made.append(weakref.ref(value))
+                self.tensors.append(weakref.ref(value))
         return result
 
     def end(self, result: Any) -> None:
@@ -308,9 +308,9 @@ def _refuse_changes(model: nn.Module, first: Snapshot, second: Snapshot) -> None
         raise refusal(model, reason, "", BUFFER_ADVICE)
 
 
-def _listed(changes: list[str], before: Snapshot, after: Snapshot) -> str:
-    listed = ", ".join(f"{path} ({_values(path, before, after)})" for path in changes[:3])
-    return listed + (f" and {len(changes) - 3} more" if len(changes) > 3 else "")
+def _listed(lines: list[str], before: Snapshot, after: Snapshot) -> str:
+    listed = ", ".join(f"{path} ({_values(path, before, after)})" for path in lines[:3])
+    return listed + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
 
 
 def _values(path: str, before: Snapshot, after: Snapshot) -> str:
@@ -327,8 +327,8 @@ def _leaf_text(leaf: Any) -> str:
     return value if isinstance(value, str) else kind.strip("_")
 
 
-def _refuse_gradients(model: nn.Module, held: list[tuple[str, torch.Tensor, bool]]) -> None:
-    for name, value, before in held:
+def _refuse_gradients(model: nn.Module, tensors: list[tuple[str, torch.Tensor, bool]]) -> None:
+    for name, value, before in tensors:
         if value.grad is not None:
             reason = f"forward calls backward(), which gives {name} a gradient"
             raise refusal(model, reason, "", "Call backward() on what forward returns.")
@@ -337,11 +337,11 @@ def _refuse_gradients(model: nn.Module, held: list[tuple[str, torch.Tensor, bool
             raise refusal(model, reason, "", "Freeze parameters before the model is planned.")
 
 
-def _refuse_escaped(model: nn.Module, made: list[weakref.ref[torch.Tensor]]) -> None:
+def _refuse_escaped(model: nn.Module, tensors: list[weakref.ref[torch.Tensor]]) -> None:
     """Refuse a forward that leaves fake tensors outside of the model."""
-    if any(ref() is not None for ref in made):
+    if any(ref() is not None for ref in tensors):
         gc.collect()
-    escaped = [ref() for ref in made if ref() is not None and not _is_packed(ref)]
+    escaped = [ref() for ref in tensors if ref() is not None and not _is_packed(ref)]
     if escaped:
         holders = gc.get_referrers(escaped[0])
         kinds = {type(h).__name__ for h in holders if h is not escaped and not _is_frame(h)}

@@ -53,20 +53,20 @@ def check_call(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def as_planned_call(
     signature: inspect.Signature | None,
-    spec: pytree.TreeSpec,
+    tree: pytree.TreeSpec,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> list[Any] | None:
     """Return the leaves of a call in the order of the planned (args, kwargs), whose structure is
-    `spec`; None where the arguments are others, or nested otherwise.
+    `tree`; None where the arguments are others, or nested otherwise.
     """
     leaves, structure = pytree.tree_flatten((args, dict(kwargs)))
-    if structure == spec:
+    if structure == tree:
         return leaves
     register((args, dict(kwargs)))  # a call with a class that was not planned
     if signature is None:
         return None
-    planned_args, planned_kwargs = pytree.tree_unflatten([_Leaf] * spec.num_leaves, spec)
+    planned_args, planned_kwargs = pytree.tree_unflatten([_Leaf] * tree.num_leaves, tree)
     try:
         planned = _bind_by_name(signature, planned_args, planned_kwargs, "the planned model")
         arguments = _bind_by_name(signature, args, kwargs, "the model")

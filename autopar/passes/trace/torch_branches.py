@@ -173,10 +173,10 @@ class _Unchecked:
     says False, and remembers that it was asked.
     """
 
-    asked = False
+    is_asked = False
 
     def __get__(self, instance: Distribution | None, owner: type[Distribution]) -> bool:
-        self.asked = True
+        self.is_asked = True
         return False
 
 
@@ -212,7 +212,7 @@ def unbranched(model: nn.Module) -> Iterator[None]:
             else:
                 kind.forward = forward
     told: list[str] = []
-    if checks is True and unchecked.asked:
+    if checks is True and unchecked.is_asked:
         told.append(
             "has torch.distributions: the parallel model does not check their arguments "
             "(Distribution.set_default_validate_args(False) says so too)"

@@ -216,7 +216,7 @@ class _Builder:
         return options
 
     def _option(
-        self, spec: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: AxisChoice
+        self, rule: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: AxisChoice
     ) -> AxisOption:
         """Return what a choice does on one axis: the state of every operand and result."""
 
@@ -228,14 +228,14 @@ class _Builder:
             if any(choice.factor in dim for dim in dims):
                 return FIRST_SLOT + slot_number(dims, factors, choice)
             if index is None:
-                return WHOLE if choice.factor in spec.shared else PARTIAL
-            added_once = index in spec.added and choice.factor in spec.sum
+                return WHOLE if choice.factor in rule.shared else PARTIAL
+            added_once = index in rule.added and choice.factor in rule.sum
             return PARTIAL if added_once else REPLICATED
 
         return AxisOption(
             choice,
-            tuple(None if d is None else state(d, i) for i, d in enumerate(spec.operands)),
-            tuple(state(d, None) for d in spec.results),
+            tuple(None if d is None else state(d, i) for i, d in enumerate(rule.operands)),
+            tuple(state(d, None) for d in rule.results),
         )
 
     def _enter(self, region: Region) -> None:

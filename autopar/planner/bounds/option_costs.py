@@ -103,7 +103,7 @@ class OptionCosts:
         self.price = price
         self.nodes = NodeCosts(frame, meshes, price)
         self._known: dict[Hashable, Rated] = {}
-        self._asked: dict[str, int] = {}  # by module path; equal numbers: equal roles
+        self._roles_of_path: dict[str, int] = {}  # by module path; equal numbers: equal roles
         self._numbers: dict[Hashable, int] = {}
         self._axis_known: dict[Hashable, Bools] = {}
 
@@ -139,10 +139,10 @@ class OptionCosts:
         """Return a number for the roles that the constraints give to a path, as roles are slow to
         compare.
         """
-        if path not in self._asked:
+        if path not in self._roles_of_path:
             roles = tuple(c.roles(path) for c in self.constraints)
-            self._asked[path] = self._numbers.setdefault(roles, len(self._numbers))
-        return self._asked[path]
+            self._roles_of_path[path] = self._numbers.setdefault(roles, len(self._numbers))
+        return self._roles_of_path[path]
 
     def _of_weight(self, name: str) -> bool:
         """Whether the node follows a weight, whatever the constraint of its module."""
@@ -272,11 +272,11 @@ class OptionCosts:
         return self._axis_known[key]
 
     # -- which options go together -----------------------------------------------------------------
-    def _legal(self, node: fx.Node, found: list[AxisOption]) -> Bools:
+    def _legal(self, node: fx.Node, options: list[AxisOption]) -> Bools:
         """Return which joint options go together. That depends on the choices alone, so it is
         computed once for each different one.
         """
-        classes = [f.choice if isinstance(f.choice, Slot) else None for f in found]
+        classes = [f.choice if isinstance(f.choice, Slot) else None for f in options]
         unique = list(dict.fromkeys(classes))
         legal = self._legal_classes(node, unique)
         index = np.array([unique.index(c) for c in classes])
@@ -302,11 +302,11 @@ class OptionCosts:
         free = np.array([c.roles(self.path(node.name)) is None for c in self.constraints])
         return free.reshape((-1,) + (1,) * self.meshes.axis_count)
 
-    def _wasteful(self, spec: OpShardingRule, factors: Any, unique: list[Slot | None]) -> Any:
+    def _wasteful(self, rule: OpShardingRule, factors: Any, unique: list[Slot | None]) -> Any:
         """Return whether an axis is idle on which a factor of the matmul could still be split."""
         idle = np.array([[slot is None for slot in unique]])
         wasteful: Any = np.False_
-        for factor in filter(spec.splittable, spec.sizes):
+        for factor in filter(rule.splittable, rule.sizes):
             for position, atom in enumerate(factors[factor]):
                 if atom.opaque:
                     continue
@@ -318,7 +318,7 @@ class OptionCosts:
         return wasteful
 
     def _kept_apart(
-        self, node: fx.Node, spec: OpShardingRule, unique: list[Slot | None], legal: Bools
+        self, node: fx.Node, rule: OpShardingRule, unique: list[Slot | None], legal: Bools
     ) -> Bools:
         """Return the joint options without those in which an axis that must stay apart shares its
         loop dim; on meshes that this would leave without any, all of them.
@@ -332,7 +332,7 @@ class OptionCosts:
         ).reshape(self.meshes.mesh_count, self.meshes.axis_count)
         if not apart.any():
             return legal
-        letters = [None if slot is None else loop_dim_of(spec, slot.factor) for slot in unique]
+        letters = [None if slot is None else loop_dim_of(rule, slot.factor) for slot in unique]
         apart_options = legal
         for letter in {x for x in letters if x}:
             takes_letter = np.array([[x == letter for x in letters]])
@@ -430,9 +430,9 @@ class NodeCosts:
         self.frame, self.meshes, self.price = frame, meshes, price
         self.notes: Annotations = frame.notes
 
-    def seconds(self, node: fx.Node, found: list[AxisOption]) -> Any:
+    def seconds(self, node: fx.Node, options: list[AxisOption]) -> Any:
         """Return the node's seconds by joint option, [mesh, option of axis 0, …], each axis having
-        the options of `found`.
+        these options.
         """
         spec = self.notes.specs[node.name]
         gradient = carries_gradient(self.notes, node)
@@ -441,16 +441,16 @@ class NodeCosts:
         elements: Any = 0.0
         for index, operand in enumerate(operands_of(node)):
             if operand is not None and spec.operands[index] is not None:
-                states = [f.operands[index] for f in found]
+                states = [f.operands[index] for f in options]
                 elements = elements + local(self.meshes, shape_of(value_of(operand)), states)
         for index, value in enumerate(results):
-            states = [f.results[index] for f in found]
+            states = [f.results[index] for f in options]
             elements = elements + local(self.meshes, shape_of(value), states)
-        flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in found])
+        flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in options])
         inside: Any = 0.0
         if spec.inside:
-            flops = flops * np.where(self._parts_of(spec.uneven, found) > 1, spec.skew, 1.0)
-            inside = sum(self._elements(dims, spec, found) for dims in spec.inside)
+            flops = flops * np.where(self._parts_of(spec.uneven, options) > 1, spec.skew, 1.0)
+            inside = sum(self._elements(dims, spec, options) for dims in spec.inside)
         total = rule_seconds(
             spec,
             flops,
@@ -461,41 +461,44 @@ class NodeCosts:
             inside * dtype.itemsize,
         )
         if node.target in HAVE_INNER_COLLECTIVES:
-            total = total + self._inside(node, found, gradient)
+            total = total + self._inside(node, options, gradient)
         if self.price is not None:
-            total = total + self.price.seconds_per_byte * self._kept(node, found, self.price)
+            total = total + self.price.seconds_per_byte * self._saved_bytes(
+                node, options, self.price
+            )
         return total
 
-    def _parts_of(self, factors: Collection[str], found: list[AxisOption]) -> Any:
+    def _parts_of(self, factors: Collection[str], options: list[AxisOption]) -> Any:
         """Return among how many ranks the axes split these factors, by joint option."""
         return parts(
-            self.meshes, [isinstance(f.choice, Slot) and f.choice.factor in factors for f in found]
+            self.meshes,
+            [isinstance(f.choice, Slot) and f.choice.factor in factors for f in options],
         )
 
-    def _elements(self, dims: Dims, spec: OpShardingRule, found: list[AxisOption]) -> Any:
+    def _elements(self, dims: Dims, rule: OpShardingRule, options: list[AxisOption]) -> Any:
         """Return the elements on one rank of a tensor that a node makes on the way."""
         names = {name for dim in dims for name in dim}
-        return math.prod(spec.sizes[name] for name in names) / self._parts_of(names, found)
+        return math.prod(rule.sizes[name] for name in names) / self._parts_of(names, options)
 
-    def _kept(self, node: fx.Node, found: list[AxisOption], price: Price) -> Any:
+    def _saved_bytes(self, node: fx.Node, options: list[AxisOption], price: Price) -> Any:
         """Return the bytes that a rank saves of the node for the backward."""
         share, operands = price.memory.of(node), operands_of(node)
         spec = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        total: Any = share.inside / self._parts_of(spec.sizes.keys() - spec.uneven, found)
+        total: Any = share.inside / self._parts_of(spec.sizes.keys() - spec.uneven, options)
         for index, bytes_per_element in share.operands:
             operand = operands[index]
             if operand is not None and spec.operands[index] is not None:
-                states = [f.operands[index] for f in found]
+                states = [f.operands[index] for f in options]
                 total = total + bytes_per_element * local(
                     self.meshes, shape_of(value_of(operand)), states
                 )
         for index, bytes_per_element in share.results:
-            states = [f.results[index] for f in found]
+            states = [f.results[index] for f in options]
             total = total + bytes_per_element * local(self.meshes, shape_of(results[index]), states)
         return total
 
-    def _inside(self, node: fx.Node, found: list[AxisOption], gradient: bool) -> Any:
+    def _inside(self, node: fx.Node, options: list[AxisOption], gradient: bool) -> Any:
         """Return the seconds of the collectives inside a sharded implementation, by the dim that
         each axis splits.
         """
@@ -503,7 +506,7 @@ class NodeCosts:
         assert source is not None
         slots = self.notes.dims[producer(source)]
         numbers = [dim for dim, atoms in enumerate(slots) for a in atoms if not a.opaque]
-        states = [f.operands[0] for f in found]
+        states = [f.operands[0] for f in options]
         held = [
             numbers[s - FIRST_SLOT] if s is not None and s >= FIRST_SLOT else -1 for s in states
         ]
@@ -532,19 +535,21 @@ class NodeCosts:
         return table
 
 
-def _stub_layout(shape: tuple[int, ...], held: list[int], sizes: NDArray[np.int64]) -> Any:
+def _stub_layout(shape: tuple[int, ...], axes_of_dim: list[int], sizes: NDArray[np.int64]) -> Any:
     """Return a stand-in for a layout in which axis a holds a digit of dim held[a] (-1: none), with
     arrays over meshes as its numbers. `inner_collectives` reads nothing else of a layout.
     """
     local: list[Any] = [np.full(len(sizes), float(n)) for n in shape]
-    for axis, dim in enumerate(held):
+    for axis, dim in enumerate(axes_of_dim):
         if dim >= 0:
             local[dim] = local[dim] / sizes[:, axis]
-    axes = [str(axis) for axis, dim in enumerate(held) if dim >= 0]
+    axes = [str(axis) for axis, dim in enumerate(axes_of_dim) if dim >= 0]
     return SimpleNamespace(
         shape=shape,
         local_shape=local,
         local_size=math.prod(local),
-        digits=lambda dim: tuple(Digit(str(a), 0, 0) for a, d in enumerate(held) if d == dim),
+        digits=lambda dim: tuple(
+            Digit(str(a), 0, 0) for a, d in enumerate(axes_of_dim) if d == dim
+        ),
         axes_of=lambda letter: tuple(axes),
     )

@@ -71,31 +71,31 @@ class _Together(NamedTuple):
     """
 
     axis: int
-    changes: tuple[_Change, ...]
+    members: tuple[_Change, ...]
     least: tuple[tuple[Places, Places], ...]
 
     @staticmethod
-    def of(changes: Sequence[_Change]) -> _Together:
+    def of(reshards: Sequence[_Change]) -> _Together:
         """Return these changes, with the states they lead to grouped by the changes that do."""
-        targets = sorted({place for change in changes for place in change.targets})
+        targets = sorted({place for change in reshards for place in change.targets})
         least: dict[Places, Places] = {}
         for place in targets:
-            leading = tuple(n for n, change in enumerate(changes) if place in change.targets)
+            leading = tuple(n for n, change in enumerate(reshards) if place in change.targets)
             least[leading] = (*least.get(leading, ()), place)
         pairs = tuple((places, leading) for leading, places in least.items())
-        return _Together(changes[0].axis, tuple(changes), pairs)
+        return _Together(reshards[0].axis, tuple(reshards), pairs)
 
-    def relax(self, found: Floats) -> None:
-        """Lower the costs in `found` by these changes, in place."""
+    def relax(self, costs: Floats) -> None:
+        """Lower the costs by these changes, in place."""
         reached = [
-            _target_costs(_lowest_over(found, self.axis, c.sources), c, c.joint)
-            for c in self.changes
+            _target_costs(_lowest_over(costs, self.axis, c.sources), c, c.joint)
+            for c in self.members
         ]
         for places, (first, *others) in self.least:
             lowest = reached[first]
             for other in others:
                 lowest = np.minimum(lowest, reached[other])
-            _enter_lower(found, self.axis, places, lowest)
+            _enter_lower(costs, self.axis, places, lowest)
 
 
 class ReshardBounds:
@@ -115,11 +115,11 @@ class ReshardBounds:
         self._forwards = [_Together.of(changes) for changes in in_order]
         self._backwards = [_Together.of([c.turned() for c in cs]) for cs in reversed(in_order)]
 
-    def push(self, given: Floats) -> Floats:
+    def push(self, costs: Floats) -> Floats:
         """Return the least costs of target states, given the costs of source states."""
         if self._between is not None:
-            return (self._between + given.reshape(-1)).min(axis=1).reshape(given.shape)
-        return _relax_all(self._forwards, given)
+            return (self._between + costs.reshape(-1)).min(axis=1).reshape(costs.shape)
+        return _relax_all(self._forwards, costs)
 
     def pull(self, wanted: Floats) -> Floats:
         """Return the least costs of source states, given the costs of target states."""
@@ -274,10 +274,10 @@ class ReshardBounds:
         return elements
 
 
-def _relax_all(changes: Sequence[_Together], given: Floats) -> Floats:
+def _relax_all(reshards: Sequence[_Together], before: Floats) -> Floats:
     """Return the costs after relaxing all groups of changes in order."""
-    costs = given.copy()
-    for together in changes:
+    costs = before.copy()
+    for together in reshards:
         together.relax(costs)
     return costs
 

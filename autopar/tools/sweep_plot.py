@@ -1,7 +1,7 @@
 """The page of `autopar sweep --plot`: curves of a sweep over the number of ranks, by plotly.
 
 Example: write_page(Path("sweep.html"), "gpt2", points, priced=False) writes one HTML file that
-needs no network. Called by sweep.py.
+needs no network. `autopar sweep` calls it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
-    from autopar.cli.sweep import SweepPoint
+    from autopar.tools.sweep import SweepPoint
 
 # Field of a point, title of its curves, what a unit of it is divided by.
 _CURVES: tuple[tuple[str, str, float], ...] = (

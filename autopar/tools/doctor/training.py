@@ -22,7 +22,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar import api
-from autopar.cli.doctor import (
+from autopar.cost.calibration import measure
+from autopar.errors import LayoutError, PlanError
+from autopar.ir.plan import Plan
+from autopar.planner.request import Grid, Grid25D
+from autopar.runtime.module import ParallelModule
+from autopar.tools.doctor import (
     Absent,
     Finding,
     Session,
@@ -31,11 +36,6 @@ from autopar.cli.doctor import (
     small_model,
     timed_model,
 )
-from autopar.cost.calibration import measure
-from autopar.errors import LayoutError, PlanError
-from autopar.ir.plan import Plan
-from autopar.planner.request import Grid, Grid25D
-from autopar.runtime.module import ParallelModule
 from autopar.world import ranks
 
 LIMIT = 1e-4  # the largest relative error of the loss, and of each gradient's norm

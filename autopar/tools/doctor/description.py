@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from autopar.cli.terminal import print_line
 from autopar.ir.plan_table import format_bytes
+from autopar.tools.console import print_line
 
 SEVERAL = "torchrun --standalone --nproc-per-node 4 -m autopar doctor"
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.cli.doctor.abilities import abilities
 from autopar.errors import WorldError
+from autopar.tools.doctor.abilities import abilities
 from autopar.world import Device, World
 from autopar.world.machines import known
 from autopar.world.world import CALIBRATED, calibrated

@@ -1,5 +1,5 @@
 """An examination: the doctor's checks run one after the other on all ranks, and the report is
-written after each, so that a run which is cut off leaves its results. command.py calls `run`.
+written after each, so that a run which is cut off leaves its results. `autopar doctor` calls `run`.
 
 Example, on every rank:
 
@@ -30,8 +30,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from autopar.cli import terminal
-from autopar.cli.doctor import (
+from autopar.errors import RankError
+from autopar.ir.plan_table import format_bytes
+from autopar.tools.console import console
+from autopar.tools.doctor import (
     Finding,
     Result,
     Session,
@@ -42,9 +44,7 @@ from autopar.cli.doctor import (
     run_check,
     training,
 )
-from autopar.cli.doctor.description import SEVERAL
-from autopar.errors import RankError
-from autopar.ir.plan_table import format_bytes
+from autopar.tools.doctor.description import SEVERAL
 from autopar.world import json_file, store
 
 _STYLE = """
@@ -203,7 +203,7 @@ class Examination:
         """
         if self._first:
             self._write()
-            out = terminal.console()
+            out = console()
             if as_json:
                 out.file.write(_to_text(self.to_json()))
             else:
@@ -244,7 +244,7 @@ class Examination:
             self._write()
             colour, figure = COLOURS[result.status], escape(result.why or result.figure)
             line = f"{name}: [{colour}]{result.status}[/] {figure} [dim]{result.seconds:.1f} s[/]"
-            terminal.console(stderr=True).print(line, soft_wrap=True)
+            console(stderr=True).print(line, soft_wrap=True)
 
     def _keep(self, result: Result) -> None:
         """Put the result in the place of an earlier one of the same check, else at the end."""
@@ -317,7 +317,7 @@ def run(out: Path, as_json: bool = False) -> int:
         check_all_ranks(examination)
     status = examination.close(as_json)
     if examination.session.ranks == 1 and not as_json:
-        terminal.console().print(f"on several ranks: {SEVERAL}", soft_wrap=True)
+        console().print(f"on several ranks: {SEVERAL}", soft_wrap=True)
     return status
 
 

@@ -21,10 +21,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_ranks, format_seconds
 from autopar.ir.show import size_text
 from autopar.planner.pipelines import step_of
-from autopar.report import facts as gathering
-from autopar.report import figures, pictures
-from autopar.report.facts import Facts, Module
-from autopar.report.pipeline import picture
+from autopar.tools.report import facts as gathering
+from autopar.tools.report import figures, pictures
+from autopar.tools.report.facts import Facts, Module
+from autopar.tools.report.pipeline import picture
 from autopar.world import json_file
 
 _MOST_NODES = 160  # lines of a block's graph

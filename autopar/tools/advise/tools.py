@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autopar.report.advise.degrees import Degrees, Tool
+from autopar.tools.advise.degrees import Degrees, Tool
 
 _MAIN_GRADIENT_BYTES = 4  # Megatron-LM sums gradients in a whole float32 buffer on each rank
 _MIXED = {"bfloat16": "bf16", "float16": "fp16"}

@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autopar import api
-from autopar.cli.doctor import (
+from autopar.ops import sharded
+from autopar.ops.sharded.attention import seed_at
+from autopar.tools.doctor import (
     Absent,
     AttentionModel,
     DropoutModel,
@@ -31,8 +33,6 @@ from autopar.cli.doctor import (
     Session,
     multiple,
 )
-from autopar.ops import sharded
-from autopar.ops.sharded.attention import seed_at
 from autopar.world import ranks
 
 # The names of torch.nn.attention.SDPBackend, and what autograd calls the op of each.

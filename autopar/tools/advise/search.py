@@ -27,7 +27,7 @@ from autopar.planner.confirm import finish_plan
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, PlanRequest
 from autopar.planner.tracing import Inputs, trace_model
-from autopar.report.advise.degrees import (
+from autopar.tools.advise.degrees import (
     MODES,
     Degrees,
     Tool,
@@ -35,7 +35,7 @@ from autopar.report.advise.degrees import (
     experts_of,
     splits_of,
 )
-from autopar.report.advise.tools import TOOLS
+from autopar.tools.advise.tools import TOOLS
 from autopar.world import World
 
 _LISTED = 4  # subgraphs in which a tool's plan differs from autopar's own

@@ -16,8 +16,8 @@ from autopar.cost.peak import moments
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import byte_unit, format_bytes, format_seconds
-from autopar.report.alternatives import Alternative
-from autopar.report.facts import Facts
+from autopar.tools.report.alternatives import Alternative
+from autopar.tools.report.facts import Facts
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure

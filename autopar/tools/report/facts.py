@@ -21,7 +21,7 @@ from autopar.ir.graph import module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_count, format_seconds, subgraphs_of
-from autopar.report.alternatives import Alternative, alternatives
+from autopar.tools.report.alternatives import Alternative, alternatives
 
 _MOST_FORMULAS = 40  # subgraphs with a closed form: each takes a moment
 

@@ -25,7 +25,6 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _compat
-from autopar.cli.doctor import Absent, Finding, Session, grid_4d, machine, parallel
 from autopar.cost.calibration import measure
 from autopar.cost.communication import flat_price
 from autopar.cost.network import pattern
@@ -35,6 +34,7 @@ from autopar.ir.mesh import Mesh, group_ranks
 from autopar.ops import comm, devices
 from autopar.ops.process_groups import connect
 from autopar.passes.overlap.bucket import can_fuse, fuse
+from autopar.tools.doctor import Absent, Finding, Session, grid_4d, machine, parallel
 from autopar.world import ranks, store
 from autopar.world.world import running_world
 

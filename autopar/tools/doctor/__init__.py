@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar import _compat, api
-from autopar.cli.targets import Gpt, GptAttention, Sizes
 from autopar.ops import process_groups
 from autopar.planner.request import Grid, Grid4D
+from autopar.tools.targets import Gpt, GptAttention, Sizes
 from autopar.world import ranks
 from autopar.world.ranks import named
 

@@ -1,6 +1,6 @@
 """`autopar doctor`: what is here and what will not work; under torchrun, every check on all ranks.
 
-machine.py describes the machine, examination.py runs the checks.
+tools/doctor/machine.py describes the machine, tools/doctor/examination.py runs the checks.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from pathlib import Path
 import typer
 
 from autopar.cli.command import report_errors
-from autopar.cli.doctor import examination
-from autopar.cli.doctor.description import print_facts
-from autopar.cli.doctor.machine import facts as facts_of_machine
 from autopar.cli.options import JsonOption, OutOption, RunOption, SchemaOption
 from autopar.cli.terminal import console, print_json
+from autopar.tools.doctor import examination
+from autopar.tools.doctor.description import print_facts
+from autopar.tools.doctor.machine import facts as facts_of_machine
 
 
 def doctor(

@@ -4,7 +4,7 @@ Example: `advise(model, world, inputs, "torchtitan").text` is a list of torchtit
 search.py tries the degrees that tools.py says a tool has; tools.py writes them in its words.
 """
 
-from autopar.report.advise.search import Advice, advise
-from autopar.report.advise.tools import TOOLS
+from autopar.tools.advise.search import Advice, advise
+from autopar.tools.advise.tools import TOOLS
 
 __all__ = ["TOOLS", "Advice", "advise"]

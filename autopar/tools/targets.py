@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.cli import huggingface
-from autopar.cli.target_function import (
+from autopar.tools import huggingface
+from autopar.tools.target_function import (
     TargetError,
     function_names,
     import_function,
