@@ -20,9 +20,10 @@ from launch import launched
 STEPS = 3
 
 
-def test_its_program_trains_on_gloo_ranks_as_on_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_its_program_trains_on_gloo_ranks_as_on_one_device(tmp_path: Path, ranks: int) -> None:
     """On emulated GPUs it runs in cuda/test_emulated.py."""
-    found = launched(tmp_path, 4, str(STEPS), script="readme_ranks.py", options=())
+    found = launched(tmp_path, ranks, str(STEPS), script="readme_ranks.py", options=())
     torch.manual_seed(0)
     model = readme.Model()
     optimizer = torch.optim.AdamW(model.parameters())

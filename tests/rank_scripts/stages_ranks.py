@@ -22,6 +22,7 @@ from stage_models import GPT, gpt
 
 STEPS = 3
 TASKS: dict[str, tuple[Stages, int]] = {
+    "ddp of 2": (Stages(2, "ddp"), 4),
     "fsdp 1f1b": (Stages(2, "fsdp"), 4),
     "megatron interleaved": (Stages(2, "megatron", "interleaved", 2), 4),
     "4 stages gpipe": (Stages(4, "ddp", "gpipe"), 4),

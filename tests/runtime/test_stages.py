@@ -210,7 +210,8 @@ def test_torch_compile_has_no_stages() -> None:
 @pytest.mark.parametrize(
     ("ranks", "tasks"),
     [
-        (4, ("fsdp 1f1b",)),
+        (2, ("ddp of 2",)),
+        pytest.param(4, ("fsdp 1f1b",), marks=pytest.mark.slow),
         pytest.param(4, ("megatron interleaved", "4 stages gpipe"), marks=pytest.mark.slow),
         pytest.param(4, ("ddp looped-bfs", "4d"), marks=pytest.mark.slow),
         pytest.param(8, ("2.5d", "fsdp of 8"), marks=pytest.mark.slow),
