@@ -27,7 +27,7 @@ from autopar.planner import edit, world_size
 from autopar.planner.confirm import finish_plan, rewrite_for_ranks
 from autopar.planner.division_search import in_fastest_division, is_open
 from autopar.planner.padding import with_padding_of
-from autopar.planner.pipelines import in_stages, of_one_stage, require_parts
+from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_parts
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest, Stages
 from autopar.planner.solve import search_meshes
@@ -138,10 +138,18 @@ def _plan_divided(
     require_parts(request)
     pipeline = PassManager(progress)
     source, parts = trace_step(model, inputs, microbatches, pipeline)
-    program = choose_plan(pipeline, analyse(pipeline, source, request), machines, request)
+    analysed = analyse(pipeline, source, request)
+    if request.stages is not None:
+
+        def plan_one(inner: PlanRequest) -> Plan:
+            chosen = choose_plan(pipeline, analysed, machines, inner)
+            return finish_plan(pipeline, source, chosen, machines, inner, parts)
+
+        return fit_in_stages(plan_one, request)[1]
+    program = choose_plan(pipeline, analysed, machines, request)
     best = finish_plan(pipeline, source, program, machines, request, parts)
     if not smaller or microbatches > 1:
-        return in_stages(best, request)
+        return best
     pipeline.progress("smaller worlds")
     fewer = world_size.smaller_world(program, best, request)
     return dataclasses.replace(best, smaller=fewer)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import fx
 
@@ -35,6 +35,8 @@ from autopar.world import World
 
 _ROUNDS = (2, 4)  # stages of a rank that "auto" tries besides one
 
+_TRIES = 3  # plans of one stage, until the pipeline fits
+_MORE = 1.1  # of the bytes that a rank has too many, to take off the next plan
 _FEW_STAGES = 4  # each with a note of its own
 _ALIKE = 1e-3  # of their seconds
 
@@ -106,6 +108,35 @@ def _world_of_one(world: World, asked: Stages) -> World:
     return dataclasses.replace(world, levels=tuple(levels), measured=measured)
 
 
+def fit_in_stages(
+    plan_one: Callable[[PlanRequest], Plan], request: PlanRequest
+) -> tuple[Plan, Plan]:
+    """Return the plan that `plan_one` makes for the ranks of a stage, and that of the step in
+    stages, the same where none are asked for. A rank of a pipeline keeps what several micro-batches
+    save; where that is too much, the plan of one stage is made with less memory, so that its blocks
+    save less. Raises PlanError where no stage fits.
+    """
+    refused: NoRoom | None = None
+    inner = request
+    for _ in range(_TRIES):
+        try:
+            one = plan_one(inner)
+        except PlanError as error:
+            raise refused or error from None
+        try:
+            return one, in_stages(one, request)
+        except NoRoom as error:
+            refused = refused or error
+            less = one.peak_bytes - _MORE * error.excess
+            if request.budget is None or request.recompute != "auto" or less <= 0:
+                break
+            inner = dataclasses.replace(
+                request, budget=dataclasses.replace(request.budget, memory_bytes=less)
+            )
+    assert refused is not None
+    raise refused
+
+
 def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Plan:
     """Return the plan of a step in stages, of one for the ranks of a stage; the plan itself where
     none are asked for. `like`: a plan of the same model, whose stages begin at the same blocks.
@@ -118,7 +149,10 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     alone = dataclasses.replace(plan, interleaved=False, context=None)
     whole = dataclasses.replace(context.program, plan=alone)
     runs = _runs(whole, context.source.module.graph, asked, like)
-    run, memory = _fastest_that_fits(runs, request)
+    # a plan with a budget must fit; what was shared or read has fitted before
+    run, memory = _fastest_that_fits(
+        runs, None if request.budget is None else _limit(request, plan)
+    )
     pipeline, step = run.pipeline, run.step
     most = max(memory, key=lambda each: each.peak)
     planned = dataclasses.replace(
@@ -134,7 +168,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         bound=0.0,
         memory=most,
         peak_bytes=most.peak,
-        device_limit=None if plan.device_limit is None else plan.device_limit / pipeline.ranks,
+        device_limit=_limit(request, plan),
         smaller=None,
         notes=(*plan.notes, *_notes(run, memory)),
     )
@@ -211,7 +245,7 @@ def _runs(whole: Program, traced: fx.Graph, asked: Stages, like: Plan | None) ->
 
 
 def _fastest_that_fits(
-    runs: Sequence[_Run], request: PlanRequest
+    runs: Sequence[_Run], limit: float | None
 ) -> tuple[_Run, tuple[Memory, ...]]:
     """Return the first of these runs that fits a device, and what its ranks hold. Raises PlanError
     where none fits: what the one that holds the least needs.
@@ -219,10 +253,11 @@ def _fastest_that_fits(
     found = []
     for run in runs:
         memory = run.memory()
-        if _fits(memory, request):
+        if limit is None or max(each.peak for each in memory) <= limit:
             return run, memory
         found.append(memory)
-    raise _no_room(min(found, key=lambda each: max(m.peak for m in each)), request)
+    assert limit is not None
+    raise _no_room(min(found, key=lambda each: max(m.peak for m in each)), limit)
 
 
 def step_of(plan: Plan) -> PipelineStep:
@@ -316,25 +351,29 @@ def _memory_of_rank(
     return most
 
 
-def _limit(request: PlanRequest) -> float:
-    """Return what a device may hold, of a budget that is for the ranks of all stages."""
-    asked = request.stages
-    assert asked is not None
-    limit = None if request.budget is None else request.budget.memory_bytes
-    return math.inf if limit is None else limit / _count(asked)
+def _limit(request: PlanRequest, plan: Plan) -> float | None:
+    """Return what a device may hold, of a budget, or of a plan without one, that is for the ranks
+    of all stages; None for no limit.
+    """
+    assert request.stages is not None
+    limit = plan.device_limit if request.budget is None else request.budget.memory_bytes
+    return None if limit is None else limit / _count(request.stages)
 
 
-def _fits(memory: Sequence[Memory], request: PlanRequest) -> bool:
-    return max(each.peak for each in memory) <= _limit(request)
+class NoRoom(PlanError):
+    """A rank of a pipeline holds more than a device has: `excess` bytes more."""
+
+    excess: float = 0.0
 
 
-def _no_room(memory: Sequence[Memory], request: PlanRequest) -> PlanError:
+def _no_room(memory: Sequence[Memory], limit: float) -> NoRoom:
     rank, most = max(enumerate(memory), key=lambda pair: pair[1].peak)
-    return PlanError(
+    error = NoRoom(
         f"no plan fits: rank {rank} of the pipeline needs {most}, and a device has "
-        f"{text_of(_limit(request))}. Try recompute='full', more stages or devices, or smaller "
-        "micro-batches"
+        f"{text_of(limit)}. Try recompute='full', more stages or devices, or smaller micro-batches"
     )
+    error.excess = most.peak - limit
+    return error
 
 
 def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from autopar.planner.confirm import finish_plan, fit_to_memory
 from autopar.planner.edit import check_edits, compare_figures
 from autopar.planner.objective import cost_terms
 from autopar.planner.padding import check_layout, with_padding_of
-from autopar.planner.pipelines import in_stages, require_parts
+from autopar.planner.pipelines import fit_in_stages, in_stages, require_parts
 from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.planner import analyse, choose_on_stored, choose_plan
 from autopar.planner.request import Layouts, Outputs, PlanRequest
@@ -211,10 +211,16 @@ def plan_on_rank_0(
     if like is None:
         ranks.together("reading the layout", lambda: check_layout(program, world, request))
 
+    def plan_one(inner: PlanRequest) -> Plan:
+        chosen = choose_plan(pipeline, program, world, inner)
+        return finish_plan(pipeline, source, chosen, world, inner, parts)
+
     def search() -> Plan | None:
         if like is not None:
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:
+            if request.stages is not None:
+                return fit_in_stages(plan_one, request)[0]
             best = choose_plan(pipeline, program, world, request)
         return fit_to_memory(pipeline, source, best, world, request).plan
 
