@@ -8,8 +8,9 @@ layout.
     lstm(…, layers=2, p=0.1)    lstm, dropout, lstm
 
 DRAWS (ops/rules/shapes.py) are `rand`, `randn` and `randint`, which hang on no other value: each
-rank makes the shard that it needs (ops/sharded/draws.py). What is made of them is split as any
-other op. `annotate` refuses the draws that no entry of MADE_OF describes.
+rank makes the shard that it needs (ops/sharded/draws.py), and each says its dtype: one of torch's
+default is float64 where `verify` makes the graph so. What is made of them is split as any other op.
+`annotate` refuses the draws that no entry of MADE_OF describes.
 
 A traced program enters and leaves. planner.py runs it before `annotate`.
 """
@@ -35,13 +36,15 @@ aten = torch.ops.aten
 
 
 def draws(program: Program) -> Program:
-    """Return the program with DRAWS in place of its other random ops; the same program where it
-    has none.
+    """Return the program with DRAWS, each of a dtype of its own, in place of its other random ops;
+    the same program where there is nothing to change.
     """
-    if not any(_is_rewritten(node) for node in program.module.graph.nodes):
+    if not any(_is_rewritten(n) or _has_no_dtype(n) for n in program.module.graph.nodes):
         return program
     graph = copied(program.module.graph)
     for node in list(graph.nodes):
+        if _has_no_dtype(node):
+            node.update_kwarg("dtype", node.meta["val"].dtype)
         if _is_rewritten(node):
             last = node.prev
             with graph.inserting_before(node):
@@ -64,11 +67,12 @@ def draws(program: Program) -> Program:
 
 def check(program: Program) -> None:
     """The contract: inputs and outputs match the signature, and every draw that the pass knows is
-    one of DRAWS.
+    one of DRAWS and says its dtype.
     """
     same_inputs(program)
     same_outputs(program)
-    left = [node.name for node in program.module.graph.nodes if _is_rewritten(node)]
+    nodes = program.module.graph.nodes
+    left = [node.name for node in nodes if _is_rewritten(node) or _has_no_dtype(node)]
     assert not left, f"draws left {left}"
 
 
@@ -83,6 +87,11 @@ def _is_rewritten(node: fx.Node) -> bool:
     arguments = bound(node)
     training = arguments.get("training", arguments.get("train", True))
     return bool(training) and arguments.get("dropout") != 0 and arguments.get("num_layers") != 1
+
+
+def _has_no_dtype(node: fx.Node) -> bool:
+    """Whether a node is one of DRAWS and leaves its dtype to torch's default."""
+    return node.op == "call_function" and node.target in DRAWS and not node.kwargs.get("dtype")
 
 
 def _describe(new: fx.Node, node: fx.Node) -> None:

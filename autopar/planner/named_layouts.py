@@ -27,7 +27,7 @@ from autopar.ir.dim_roles import (
 )
 from autopar.ir.graph import module_path, remembered
 from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.program import Atom, Program
+from autopar.ir.program import Program
 from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS
 from autopar.planner.constraint import Constraint, Role, fits
 from autopar.planner.request import (
@@ -456,6 +456,17 @@ class _Products:
             u and not s % axis.size for u, s in zip(used, self._of(role.stored, "any"), strict=True)
         ]
 
+    def text(self, place: int, letter: str, role: Role) -> str:
+        """Return how large a loop dim of a matmul is, and what of it an axis of this role may split
+        where that is not all: "k = 24 stays whole", "n = 3 × 8 of which 8 may be split".
+        """
+        sizes = [atom.size for atom in self.sides[place][letter]]
+        size = f"{letter} = {' × '.join(map(str, sizes)) or '1'}"
+        free = self._of(letter, role.splits)[place]
+        if free == math.prod(sizes):
+            return size
+        return f"{size} stays whole" if free == 1 else f"{size} of which {free} may be split"
+
     def _of(self, letter: str, splits: str) -> list[int]:
         """Return how much of a loop dim an axis with these splits may split, for each matmul."""
         if (letter, splits) not in self._sizes:
@@ -504,8 +515,8 @@ def _check_products(
             and 2 * fit <= len(with_convolutions.sides)
         ):
             listed = [
-                f"{products.paths[i] or 'the model'} (k = {_text(products.sides[i]['k'])}, "
-                f"n = {_text(products.sides[i]['n'])})"
+                f"{products.paths[i] or 'the model'} "
+                f"({products.text(i, 'k', role)}, {products.text(i, 'n', role)})"
                 for i in unfit[:3]
             ]
             more = f" and {len(unfit) - 3} more" if len(unfit) > 3 else ""
@@ -527,7 +538,3 @@ _MAY_SPLIT = {  # by Role.splits
     "unsequenced": "batch and features",
     "any": "loop dims",
 }
-
-
-def _text(atoms: tuple[Atom, ...]) -> str:
-    return " × ".join(str(atom.size) for atom in atoms) or "1"

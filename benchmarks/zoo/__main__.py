@@ -83,21 +83,26 @@ def load_real(path: Path) -> dict[str, rows.Row]:
 
 
 def run_real(
-    names: Sequence[str], layouts: Sequence[str], again: bool, jobs: int, path: Path
+    names: Sequence[str],
+    layouts: Sequence[str],
+    again: bool,
+    jobs: int,
+    cpu_seconds: int,
+    path: Path,
 ) -> None:
     """Plan the models at real sizes, `jobs` at a time, and save every row as it comes. A row keeps
-    the layouts that it has, but for `again`.
+    the layouts that it has, but for `again` and those that had fewer CPU seconds and needed more.
     """
     table = load_real(path)
 
     def row(name: str) -> rows.Row:
-        known = {} if again else {k: v for k, v in table.get(name, {}).items() if k != "reason"}
+        known = {} if again else real_rows.still_known(table.get(name, {}), cpu_seconds)
         if all(layout in known for layout in layouts):
             return known
         measure = partial(
-            real_rows.measure, real_models.FACTORIES[name], known, layouts, real_rows.CPU_SECONDS
+            real_rows.measure, real_models.FACTORIES[name], known, layouts, cpu_seconds
         )
-        return {**known, **real_rows.apart(measure, real_rows.CPU_SECONDS)}
+        return {**known, **real_rows.apart(measure, cpu_seconds)}
 
     with ThreadPoolExecutor(jobs) as pool:
         waiting = {pool.submit(row, name): name for name in names}
@@ -120,6 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--real-json", type=Path, default=HERE / "real_models.json", metavar="FILE")
     parser.add_argument("--layouts", default=",".join(real_rows.LAYOUTS), help="of --real")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, of --real")
+    parser.add_argument(
+        "--cpu-seconds", type=int, default=real_rows.CPU_SECONDS, help="of a plan, of --real"
+    )
     options = parser.parse_args(arguments)
     models = real_models.FACTORIES if options.real else catalog.FACTORIES
     if unknown := sorted(set(options.names) - set(models)):
@@ -127,7 +135,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.real:
         layouts = (real_rows.ALONE, *options.layouts.split(","))
         names = options.names or list(models)
-        run_real(names, layouts, options.again, options.jobs, options.real_json)
+        limits = options.jobs, options.cpu_seconds
+        run_real(names, layouts, options.again, *limits, options.real_json)
         write_page(options)
         return 0
     table = load(options.json)

@@ -8,6 +8,7 @@ process with threads may wait for a lock for ever that another thread had.
 from __future__ import annotations
 
 import multiprocessing
+import re
 import resource
 import signal
 import time
@@ -26,6 +27,7 @@ from benchmarks.zoo.sizes import Example, Factory
 
 RANKS, CPU_SECONDS = 8, 120
 ALONE, LAYOUTS = "one rank", ("fsdp", "megatron", "auto")
+NOT_DONE = "not done after {} CPU seconds"
 ENOUGH = 1e14  # bytes: how much one rank would hold is asked, not whether it can
 
 
@@ -45,7 +47,7 @@ def apart(function: Callable[[], Row], cpu_seconds: int) -> Row:
     except EOFError:
         process.join()
         if process.exitcode == -signal.SIGXCPU:
-            return {"reason": f"not done after {cpu_seconds} CPU seconds"}
+            return {"reason": NOT_DONE.format(cpu_seconds)}
         return {"reason": f"the process ended with exit code {process.exitcode}"}
     finally:
         process.join()
@@ -57,6 +59,19 @@ def _send(function: Callable[[], Row], sender: Connection, cpu_seconds: int) -> 
         sender.send(function())
     except Exception as error:
         sender.send(reason(error))
+
+
+def still_known(row: Row, cpu_seconds: int) -> Row:
+    """Return what stays of a row when a plan may take this long: all but a reason of the whole row
+    and the cells that took longer than a shorter limit.
+    """
+    cut = re.compile(NOT_DONE.format("([0-9]+)"))
+
+    def stays(cell: object) -> bool:
+        done = cut.fullmatch(cell.get("reason", "")) if isinstance(cell, dict) else None
+        return done is None or int(done[1]) >= cpu_seconds
+
+    return {name: cell for name, cell in row.items() if name != "reason" and stays(cell)}
 
 
 def measure(factory: Factory, known: Row, layouts: Sequence[str], cpu_seconds: int) -> Row:

@@ -116,6 +116,14 @@ def test_a_plan_that_takes_too_long_costs_only_its_cells():
     assert real_rows.apart(forever, 1) == {"reason": "not done after 1 CPU seconds"}
 
 
+def test_a_cell_that_took_too_long_is_tried_again_with_more_seconds():
+    done, cut = {"seconds": 1.0}, {"reason": "not done after 120 CPU seconds"}
+    row = {"parameters": 3, "fsdp": done, "auto": cut, "megatron": {"reason": "LayoutError"}}
+    assert real_rows.still_known(row, 120) == row == real_rows.still_known(row, 60)
+    assert "auto" not in real_rows.still_known(row, 400)
+    assert real_rows.still_known({"reason": "it crashed"}, 120) == {}
+
+
 def test_thirty_models_at_real_sizes():
     assert pickle.dumps(real_models.FACTORIES), "each plan has a process of its own"
     assert len(real_models.FACTORIES) >= 30 and real_models.GLOBAL_BATCH >= 4 * real_rows.RANKS

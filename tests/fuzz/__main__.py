@@ -13,6 +13,7 @@ import time
 
 from .case import HABITS_SHARE, Case, random_case, with_random_plan
 from .habits import HABITS
+from .ops_tricky import IN_FORWARD
 from .shrink import PLAIN_OPS, shrunk
 from .simulated import Result
 from .source import Built, build
@@ -67,6 +68,7 @@ class Fuzzer:
         self.refusals: collections.Counter[str] = collections.Counter()
         self.drawn: collections.Counter[str] = collections.Counter()
         self.passed: collections.Counter[str] = collections.Counter()
+        self.in_forward: collections.Counter[str] = collections.Counter()
         self.failures: list[tuple[str, frozenset[str], int]] = []  # kind, ops, how many like it
 
     def run(self) -> int:
@@ -115,6 +117,8 @@ class Fuzzer:
         with self.lock:
             self.kinds[result.kind] += 1
             self.drawn.update(set(result.used))
+            has = [what for what, kinds in IN_FORWARD.items() if kinds & set(result.used)]
+            self.in_forward.update((*has, " and ".join(has)) if len(has) > 1 else has)
             if result.kind == "ok":
                 self.passed.update(set(result.used))
             if result.kind == "refused":
@@ -146,6 +150,9 @@ class Fuzzer:
         habits = {kind: self.drawn[kind] for kind in HABITS if self.drawn[kind]}
         if habits:
             print(f"  habits in {', '.join(f'{n} cases: {kind}' for kind, n in habits.items())}")
+        if self.in_forward:
+            counts = (f"{what} in {n} cases" for what, n in sorted(self.in_forward.items()))
+            print(f"  in forward: {', '.join(counts)}")
         for said, times in self.refusals.most_common(12):
             print(f"  refused {times} times: {said}")
         never = sorted(n for n in self.drawn if not self.passed[n] and self.drawn[n] > 1)

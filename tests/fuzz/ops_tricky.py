@@ -117,6 +117,18 @@ op("coin", "{x} * torch.bernoulli(torch.full_like({x}, {pick(0.3, 0.8)}))", weig
 op("gumbel", "({x} - torch.empty_like({x}).exponential_().log()).softmax(-1)", weight=2)
 op("permuted_rows", "{x}[torch.randperm({b})]", weight=2)
 
+# What a summary counts: modules whose forward has one of these.
+IN_FORWARD = {
+    "derivatives": {
+        "along_a_line", "force", "gradient_penalty", "inner_gradient", "inner_step", "slopes",
+    },
+    "draws": {
+        "attention_dropout", "coin", "dropout", "dropout_attention", "dropout_mlp",
+        "dropout_module", "dropout_of_weight", "gumbel", "noise", "noise_by_timestep",
+        "permuted_rows", "reparametrised", "timestep", "uniform_noise",
+    },
+}  # fmt: skip
+
 # -- what habits change (habits.py) ----------------------------------------------------------------
 op("switched", "{x} + self.{m}({x}) if self.{m}_on else {x} * 2",
    init="self.{m}, self.{m}_on = nn.Linear({h}, {h}), {flag}", weight=0.5)  # fmt: skip

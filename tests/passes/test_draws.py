@@ -161,7 +161,13 @@ def leaking(x: Tensor) -> Tensor:
     return F.rrelu(x, training=True)
 
 
-USES = (two_masks, counts, by_a_tensor, reparametrised, noised, chosen, shuffled, sampled, leaking)
+def projected(x: Tensor) -> Tensor:
+    """A product takes operands of one dtype, so a draw of the default dtype follows the model's."""
+    return torch.rand(x.shape) @ x.mT @ x
+
+
+USES = (two_masks, counts, by_a_tensor, reparametrised, noised, chosen, shuffled, sampled, leaking,
+        projected)  # fmt: skip
 
 
 @pytest.mark.slow_cells("chosen", "noised", "sampled")

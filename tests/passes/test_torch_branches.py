@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, distributions, nn
 from torch.distributions import SigmoidTransform
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import autopar
 from autopar.errors import TraceError
@@ -87,6 +88,25 @@ def test_a_branch_inside_torch_is_said_with_what_to_write() -> None:
 def test_a_branch_of_the_user_is_not_said_to_be_torchs() -> None:
     with pytest.raises(TraceError, match="cannot be one graph: a branch"):
         trace(Calls(own_branch), (torch.ones(8, 4),))
+
+
+@pytest.mark.parametrize("as_numbers", [False, True])
+def test_packed_sequences_are_refused_with_what_to_write(as_numbers: bool) -> None:
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(4, 6, batch_first=True)
+
+        def forward(self, x: Tensor, lengths: Any) -> Tensor:
+            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            return pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0].sum()
+
+    lengths = [3, 1, 2, 3]
+    inputs = torch.ones(4, 3, 4), lengths if as_numbers else torch.tensor(lengths)
+    assert Packs()(*inputs).isfinite()
+    with pytest.raises(TraceError, match="shapes of packed sequences depend on") as caught:
+        trace(Packs(), inputs)
+    assert "the padded batch" in str(caught.value) and __file__ in str(caught.value)
 
 
 # -- connectionist temporal classification ---------------------------------------------------------

@@ -139,9 +139,26 @@ def test_a_batch_that_the_ranks_do_not_divide(layout: str) -> None:
 
 def test_weights_that_the_ranks_do_not_divide() -> None:
     model = two_layers()
-    says = ("layout 'megatron'", "axis tp of 101 ranks", "101 divides none", "(k = 48, n = 24)")
+    says = ("layout 'megatron'", "axis tp of 101 ranks", "101 divides none",
+            "up (k = 24 stays whole, n = 48)", "down (k = 48, n = 24 stays whole)")  # fmt: skip
     with refused(LayoutError, *says, model=model):
         autopar.plan(model, 101, (rows(),), layout="megatron")
+
+
+def test_weights_of_which_a_layout_may_split_little() -> None:
+    """Sizes that the axis divides are not enough where they belong to the residual stream."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.top = nn.GRU(8, 8), nn.Linear(8, 5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.top(self.layer(x)[0]).square().mean()
+
+    says = ("2 divides none", "top (k = 8 stays whole, n = 5)")
+    with refused(LayoutError, *says):
+        autopar.plan(Recurrent(), 2, (torch.randn(3, 4, 8),), layout="megatron")
 
 
 def test_grids_that_do_not_fit_the_world() -> None:

@@ -19,6 +19,7 @@ from tests.fuzz.__main__ import report
 from tests.fuzz.case import Case, random_case
 from tests.fuzz.fixed import FIXED, GLOO, IN_FORWARD, MENDED
 from tests.fuzz.habits import HABITS
+from tests.fuzz.ops_tricky import IN_FORWARD as COUNTED
 from tests.fuzz.shrink import shrunk
 from tests.fuzz.simulated import FAILURES, Result, run, run_built
 from tests.fuzz.source import Unfit, build, run_text, with_habits_done
@@ -84,6 +85,7 @@ def test_draws_and_derivatives_in_forward_are_drawn_often() -> None:
     """At least five cases in a thousand have each."""
     steps = Counter(step.op for seed in range(1000) for step in random_case(seed).steps)
     assert not {kind for kind in IN_FORWARD if steps[kind] < 5}, steps
+    assert set(IN_FORWARD) <= COUNTED["derivatives"] | COUNTED["draws"] <= set(TABLE)
 
 
 def test_every_case_has_one_of_the_kinds_that_are_asked_for() -> None:

@@ -49,7 +49,9 @@ from autopar.passes.trace.model_state import Watch, refuse_registered, snapshot
 from autopar.passes.trace.simplify import inline_no_grad, secretly_written
 from autopar.passes.trace.torch_branches import (
     BRANCHLESS,
+    PACKED_ADVICE,
     branching_function,
+    packs_sequences,
     unbranched,
 )
 
@@ -439,7 +441,10 @@ def _write_error(model: nn.Module, name: str, where: str) -> TraceError:
 
 def explained(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError for an error of export or of the model itself, with the user's line."""
-    if any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
+    if packs_sequences(error):
+        reason = "the shapes of packed sequences depend on their lengths, the values of a tensor"
+        advice = PACKED_ADVICE
+    elif any(word in type(error).__name__ for word in ("DataDependent", "DynamicOutputShape")):
         reason = "a branch or a shape depends on the values of a tensor"
         advice = data_advice("".join(traceback.format_tb(error.__traceback__)))
         torch_branch = branching_function(error)

@@ -6,7 +6,8 @@ formula alone can be traced. `F.ctc_loss` becomes one operator. An `nn.AdaptiveL
 picks the rows of each cluster, whose number depends on the targets: `unbranched` computes every
 cluster for every row. A batch norm with `momentum` None divides by the number of batches so far. A
 `torch.distributions.Normal` checks its arguments: `unbranched` turns that off. export.py calls
-`BRANCHLESS` and `unbranched` while it traces, and `branching_function` where a trace failed.
+`BRANCHLESS` and `unbranched` while it traces, `branching_function` and `packs_sequences` where a
+trace failed.
 """
 
 from __future__ import annotations
@@ -25,16 +26,23 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Distribution
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
 
 from autopar._compat import AdaptiveOutput
 from autopar.ops.ctc import ctc_losses
 
 _TORCH = Path(torch.__file__).parent
+_PACKING = _TORCH / "nn" / "utils" / "rnn.py"
 _INSTEAD = {
     "AdaptiveLogSoftmaxWithLoss": (
         "Take the most probable of all classes, without a branch: m.log_prob(x).argmax(dim=1)."
     ),
 }
+PACKED_ADVICE = (
+    "Give the layer the padded batch. Up to each length, one that reads forward gives the same: "
+    "mask what lies behind it, and take the last output by gather. One that reads backward takes "
+    "each row flipped up to its length, by gather, and its outputs flipped back."
+)
 _CHECKS = ("__init__", "_validate_sample")
 _UNCHECKED = (
     "Leave out validate_args=True: without it, the distribution is traced without the checks."
@@ -251,6 +259,15 @@ def branching_function(error: Exception) -> tuple[str, str] | None:
     if owner is None:
         return None
     return owner, _INSTEAD.get(owner.rpartition(".")[2], "")
+
+
+def packs_sequences(error: Exception) -> bool:
+    """Whether an error was raised where sequences are packed, or with a packed one at hand."""
+    return any(
+        (Path(frame.f_code.co_filename) == _PACKING and "pack" in frame.f_code.co_name)
+        or any(isinstance(value, PackedSequence) for value in frame.f_locals.values())
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    )
 
 
 def _class_at(package: str, file: Path, line: int) -> str | None:
