@@ -141,11 +141,11 @@ def _plan_divided(
     analysed = analyse(pipeline, source, request)
     if request.stages is not None:
 
-        def plan_one(inner: PlanRequest) -> Plan:
+        def plan_stage(inner: PlanRequest) -> Plan:
             chosen = choose_plan(pipeline, analysed, machines, inner)
             return finish_plan(pipeline, source, chosen, machines, inner, parts)
 
-        return fit_in_stages(plan_one, request)[1]
+        return fit_in_stages(plan_stage, request)[1]
     program = choose_plan(pipeline, analysed, machines, request)
     best = finish_plan(pipeline, source, program, machines, request, parts)
     if not smaller or microbatches > 1:

@@ -109,9 +109,9 @@ def _world_of_one(world: World, asked: Stages) -> World:
 
 
 def fit_in_stages(
-    plan_one: Callable[[PlanRequest], Plan], request: PlanRequest
+    plan_stage: Callable[[PlanRequest], Plan], request: PlanRequest
 ) -> tuple[Plan, Plan]:
-    """Return the plan that `plan_one` makes for the ranks of a stage, and that of the step in
+    """Return the plan that `plan_stage` makes for the ranks of a stage, and that of the step in
     stages, the same where none are asked for. A rank of a pipeline keeps what several micro-batches
     save; where that is too much, the plan of one stage is made with less memory, so that its blocks
     save less. Raises PlanError where no stage fits.
@@ -120,7 +120,7 @@ def fit_in_stages(
     inner = request
     for _ in range(_TRIES):
         try:
-            one = plan_one(inner)
+            one = plan_stage(inner)
         except PlanError as error:
             raise refused or error from None
         try:

@@ -211,7 +211,7 @@ def plan_on_rank_0(
     if like is None:
         ranks.together("reading the layout", lambda: check_layout(program, world, request))
 
-    def plan_one(inner: PlanRequest) -> Plan:
+    def plan_stage(inner: PlanRequest) -> Plan:
         chosen = choose_plan(pipeline, program, world, inner)
         return finish_plan(pipeline, source, chosen, world, inner, parts)
 
@@ -220,7 +220,7 @@ def plan_on_rank_0(
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:
             if request.stages is not None:
-                return fit_in_stages(plan_one, request)[0]
+                return fit_in_stages(plan_stage, request)[0]
             best = choose_plan(pipeline, program, world, request)
         return fit_to_memory(pipeline, source, best, world, request).plan
 
