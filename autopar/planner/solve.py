@@ -160,9 +160,17 @@ def _best_of_all(
 
 
 def _in_order(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
-    """Return the places of the candidates, the lowest bound first."""
-    places = range(len(given))
-    return sorted(places, key=lambda i: (_round_seconds(bounds[i]), len(given[i][0].axes), i))
+    """Return the places of the candidates, the lowest bound first. Of those within GAP of the least
+    the one of fewest axes comes first: its search is the quickest, and often ends all others.
+    """
+    least = min(bounds)
+
+    def promise(place: int) -> tuple[float, int, int]:
+        seconds = bounds[place]
+        close = seconds * (1 - GAP) <= least
+        return least if close else _round_seconds(seconds), len(given[place][0].axes), place
+
+    return sorted(range(len(given)), key=promise)
 
 
 def _round_seconds(seconds: float) -> float:
