@@ -84,7 +84,7 @@ def annotate(program: Program, strided_from: int | None = None) -> Program:
     return dataclasses.replace(program, annotations=annotations)
 
 
-def with_whole_sequences(program: Program) -> Program:
+def with_uncut_sequences(program: Program) -> Program:
     """Return the annotated program with each sequence in one atom, to be padded as a whole."""
     before = program.annotations
     assert before is not None

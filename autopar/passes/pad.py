@@ -303,12 +303,17 @@ class _Spread:
         wrong: set[int] = set()
         for atom in {pad.atom for pads in self._all_pads(node) for pad in pads}:
             own = {f for f, atoms in factors.items() if any(a.number == atom for a in atoms)}
-            is_sound = self._is_sound
-            if atom in self.rows:
-                is_sound = self._keeps_tokens if atom in self.tokens else self._keeps_rows
-            if not own or not self._is_known(node, spec) or not is_sound(node, spec, own):
+            if not own or not self._is_known(node, spec) or not self._takes(node, spec, atom, own):
                 wrong.add(atom)
         return wrong
+
+    def _takes(self, node: fx.Node, spec: OpShardingRule, atom: int, padded: set[str]) -> bool:
+        """Whether a node may take an atom with padding, which is in these of its factors."""
+        if atom in self.tokens:
+            return self._keeps_tokens(node, spec, padded)
+        if atom in self.rows:
+            return self._keeps_rows(node, spec, padded)
+        return self._is_sound(node, spec, padded)
 
     def of_fixed_size(self, node: fx.Node) -> set[int]:
         """Return the rows of a node whose arguments say how many there are, in a way that is not

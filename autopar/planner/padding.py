@@ -102,7 +102,7 @@ def _sizes_of(program: Program, plan: Plan) -> Sizes:
     """
     if not plan.padding:
         return {}
-    notes = annotate.with_whole_sequences(program).annotations
+    notes = annotate.with_uncut_sequences(program).annotations
     assert notes is not None
     sizes: Sizes = {}
     for each in plan.padding:
@@ -175,7 +175,7 @@ def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
     if any(role is None or role.splits == "batch" for role in roles):
         sizes |= _rows(program, world.ranks)
     if _tokens(program, world.ranks, request):
-        program = annotate.with_whole_sequences(program)
+        program = annotate.with_uncut_sequences(program)
         sequences = _tokens(program, world.ranks, request)
         sizes |= {atoms[0].number: n for atoms, n in sequences.items() if len(atoms) == 1}
     return paddable(program, sizes) if sizes else {}
@@ -316,7 +316,7 @@ def _cuts_anew(program: Program, sizes: Sizes, fitted: Sizes) -> bool:
     assert notes is not None
     if notes.strided_from is None or fitted == sizes:
         return False
-    tokens = dim_kinds(annotate.with_whole_sequences(program)).sequence
+    tokens = dim_kinds(annotate.with_uncut_sequences(program)).sequence
     return any(fitted[number] != sizes[number] for number in tokens & sizes.keys())
 
 
@@ -402,7 +402,7 @@ def _annotated(program: Program, sizes: Sizes) -> Program:
 def _annotated_anew(program: Program, sizes: Sizes) -> Program:
     before = program.annotations
     assert before is not None
-    padded = pad(annotate.with_whole_sequences(program), sizes)
+    padded = pad(annotate.with_uncut_sequences(program), sizes)
     check(padded)
     padded = annotate.annotate(padded, before.strided_from)
     padded = annotate.with_unsplit_queries(padded) if before.unsplit_queries else padded
@@ -466,7 +466,7 @@ def _with_notes(found: Program, program: Program, sizes: Sizes) -> Program:
 
 def _anchors(program: Program, sizes: Mapping[int, int]) -> Iterable[Padding]:
     """Yield where each padded atom is found: in the first value of the graph that has it."""
-    notes = annotate.with_whole_sequences(program).annotations
+    notes = annotate.with_uncut_sequences(program).annotations
     assert notes is not None
     left = dict(sizes)
     for node in program.module.graph.nodes:

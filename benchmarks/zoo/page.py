@@ -133,9 +133,13 @@ def expert_lines(rows: dict[str, Row]) -> list[str]:
         own = _expert_cells(row, cases[name], reasons)
         cells = [name, *own, _cpu(row.get("dense", {}), reasons)]
         lines.append("| " + " | ".join(cells) + " |")
-    published = [f"- {name}: {case.published}." for name, case in cases.items() if case.published]
-    lines += ["", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
-    return ["", *lines, *([""] if reasons and published else []), *published]
+    left = [name for name in expert_rows.CASES if name not in rows]
+    below = (
+        [f"{i}. {text}" for i, text in enumerate(reasons, 1)],
+        [f"Not planned yet: {', '.join(left)}."] if left else [],
+        [f"- {name}: {case.published}." for name, case in cases.items() if case.published],
+    )
+    return ["", *lines, *(line for block in below if block for line in ("", *block))]
 
 
 def _expert_cells(row: Row, case: expert_rows.Case, reasons: list[str]) -> list[str]:
