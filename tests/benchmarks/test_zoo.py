@@ -149,6 +149,7 @@ def test_planning_a_mixture_of_experts_takes_at_most_twice_what_a_dense_model_do
     assert ratios and max(ratios.values()) <= 2, ratios
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_is_planned_beside_a_dense_model(monkeypatch, capsys, tmp_path):
     sizes = {
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,

@@ -34,6 +34,9 @@ def padding(plan: autopar.Plan) -> set[tuple[int, int]]:
     return {(each.size, each.padded) for each in plan.padding}
 
 
+@pytest.mark.slow_cells(
+    "5-*", "6-*", "7-gpt2-*", "7-llama-contiguous cp", "7-llama-cp x *", "7-llama-heads"
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tokens", [5, 6, 7])
@@ -49,11 +52,13 @@ def test_ranks_compute_what_one_does(tokens: int, name: str, layout: str) -> Non
                    for note in plan.notes)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_runs_of_tokens_in_turns() -> None:
     """Fifteen tokens become sixteen, of which each of eight ranks takes one of either half."""
     assert padding(planned(uneven_sequences.llama(15), 8, "cp")) == {(15, 16)}
 
 
+@pytest.mark.slow_cells("before attention", "mean of tokens", "mean")
 @pytest.mark.parametrize("name", COUNTED)
 def test_losses_that_count_tokens(name: str) -> None:
     assert padding(planned(uneven_sequences.layer(7, COUNTED[name]), 4, "cp")) == {(7, 8)}
@@ -87,6 +92,7 @@ def test_a_plan_of_a_file_pads_the_same_tokens() -> None:
     autopar.verify(model, None, inputs, layout=again)
 
 
+@pytest.mark.slow
 def test_four_ranks_train_on_seven_tokens(tmp_path: Path) -> None:
     facts = launched(tmp_path, 4, "seven_tokens", script="padding_ranks.py")["seven_tokens"]
     assert facts["padding"] == [[7, 8]]
