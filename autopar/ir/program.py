@@ -142,8 +142,9 @@ class Annotations:
     ranks sum the gradients of weights in `reduce_dtype`, if that is wider than their own.
     `replicated_parameters`: every rank stores all parameters unsharded. `replicated_outputs`:
     every rank returns unsharded outputs. `strided_from`: sequences of so many tokens or more that
-    attention by positions reads have an inner atom, so that an axis may take every n-th run of
-    tokens; None where there are none. `unsplit_queries`: causal attention keeps its queries whole.
+    attention by positions reads have an inner atom, where their size has divisors, so that an axis
+    may take every n-th run of tokens; None where there are no such sequences. `unsplit_queries`:
+    causal attention keeps its queries whole.
     """
 
     specs: dict[str, OpShardingRule]

@@ -58,7 +58,7 @@ def annotate(program: Program, strided_from: int | None = None) -> Program:
     refinement = _Refinement()
     for node in graph.nodes:
         _enter(node, rules.get(node.name), refinement)
-    cuts = strided_from is not None and _cut_sequences(program, rules, refinement, strided_from)
+    long = strided_from is not None and _cut_sequences(program, rules, refinement, strided_from)
     searched, gradient = _searched_and_gradient(program)
     weights = _values_of_parameters(program, gradient)
     for node in graph.find_nodes(op="call_function", target=aten.einsum.default):
@@ -79,9 +79,22 @@ def annotate(program: Program, strided_from: int | None = None) -> Program:
         probed,
         unknown,
         weights,
-        strided_from=strided_from if cuts else None,
+        strided_from=strided_from if long else None,
     )
     return dataclasses.replace(program, annotations=annotations)
+
+
+def with_uncut_sequences(program: Program) -> Program:
+    """Return the annotated program with each sequence in one atom, to be padded as a whole."""
+    before = program.annotations
+    assert before is not None
+    if before.strided_from is None:
+        return program
+    whole = annotate(dataclasses.replace(program, annotations=None)).annotations
+    assert whole is not None
+    kept = ("strided_from", "reduce_dtype", "replicated_parameters", "replicated_outputs")
+    notes = dataclasses.replace(whole, **{name: getattr(before, name) for name in kept})
+    return dataclasses.replace(program, annotations=notes)
 
 
 def with_unsplit_queries(program: Program) -> Program:
@@ -336,7 +349,8 @@ def _cut_sequences(
     program: Program, rules: dict[str, OpShardingRule], refined: _Refinement, shortest: int
 ) -> bool:
     """Cut the sequences of token ids that attention by positions reads, of so many tokens or more,
-    into an outer atom and an inner one. Return whether there are any.
+    into an outer atom and an inner one, where their size has divisors. Return whether there are
+    any such sequences.
     """
     banded = {
         leaf
@@ -352,9 +366,10 @@ def _cut_sequences(
         for leaf in refined.expand([dims[1]]):
             size = refined.size[leaf]
             inner = _turns(size)
-            if leaf in banded and not refined.opaque[leaf] and size >= shortest and inner > 1:
-                refined.cut(leaf, size // inner)
+            if leaf in banded and not refined.opaque[leaf] and size >= shortest:
                 found = True
+                if inner > 1:
+                    refined.cut(leaf, size // inner)
     return found
 
 

@@ -16,6 +16,11 @@ the last like the first. Whatever an op does to each row by itself, it can do to
 rows takes zeros for the copies, a mean divides by the seven, a cross entropy ignores the copies.
 Where an op mixes rows in another way (a batch norm), no row is padded.
 
+Tokens of a sequence are padded likewise, at its end: seven tokens on four ranks become eight. No
+token attends to a later one under a causal mask, so none sees a copy. What a copy attends to
+differs from what the first token does, so from there on it is a copy no more, and only ops take it
+that give finite numbers for finite ones.
+
 An annotated Program and the padded size of some of its atoms enter; a traced Program leaves, with
 `padding`. planner/padding.py decides what to pad and annotates the result.
 """
@@ -175,8 +180,11 @@ class _Spread:
         self.program, self.notes, self.sizes = program, program.annotations, sizes
         self.padded: set[Value] = set()
         self.zeros: set[Value] = set()
+        self.mixed: set[Value] = set()  # whose padded tokens are no copies of others
         self.weights = weights_of(program)
-        self.rows = dim_kinds(program).batch & sizes.keys()
+        kinds = dim_kinds(program)
+        self.tokens = (kinds.sequence - kinds.batch) & sizes.keys()
+        self.rows = kinds.batch & sizes.keys() | self.tokens
         self.fed = {e.node for e in program.signature.inputs if e.kind == "user"}
         self._dims: dict[Value, Sequence[Sequence[Atom]]] = {}
         self._pads: dict[Value, tuple[Pad, ...]] = {}
@@ -273,8 +281,10 @@ class _Spread:
         zeros = node.target in _MOVES and all(
             self._is_zero(n) for n in node.all_input_nodes if self.pads(producer(n))
         )
+        mixed = node.name in self.notes.specs and self.notes.specs[node.name].attends is not None
         for operand in node.all_input_nodes:
             value = producer(operand)
+            mixed = mixed or value in self.mixed
             if self.pads(value) and value not in self.padded:
                 self.zeros.add(value)
         for index in range(len(results_of(node))):
@@ -282,6 +292,8 @@ class _Spread:
                 self.padded.add((node.name, index))
                 if zeros:
                     self.zeros.add((node.name, index))
+                if mixed:
+                    self.mixed.add((node.name, index))
 
     def unsound(self, node: fx.Node) -> set[int]:
         """Return the padded atoms of a node with which it would not give the same unpadded results,
@@ -291,10 +303,17 @@ class _Spread:
         wrong: set[int] = set()
         for atom in {pad.atom for pads in self._all_pads(node) for pad in pads}:
             own = {f for f, atoms in factors.items() if any(a.number == atom for a in atoms)}
-            is_sound = self._keeps_rows if atom in self.rows else self._is_sound
-            if not own or not self._is_known(node, spec) or not is_sound(node, spec, own):
+            if not own or not self._is_known(node, spec) or not self._takes(node, spec, atom, own):
                 wrong.add(atom)
         return wrong
+
+    def _takes(self, node: fx.Node, spec: OpShardingRule, atom: int, padded: set[str]) -> bool:
+        """Whether a node may take an atom with padding, which is in these of its factors."""
+        if atom in self.tokens:
+            return self._keeps_tokens(node, spec, padded)
+        if atom in self.rows:
+            return self._keeps_rows(node, spec, padded)
+        return self._is_sound(node, spec, padded)
 
     def of_fixed_size(self, node: fx.Node) -> set[int]:
         """Return the rows of a node whose arguments say how many there are, in a way that is not
@@ -385,13 +404,37 @@ class _Spread:
             rows = rows & {f for dim in spec.results[0] for f in dim}
         if not all(spec.splittable(f) for f in rows):
             return False
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        if _draws(node):
             # A draw hangs on the place of a number among all: only rows at the end move no other.
             pads = self.pads((node.name, 0))
             if any(pad.dim or pad.outer > 1 for pad in pads if pad.atom in self.rows):
                 return False
         summed = self.summed_rows(node, spec, rows)
         return not summed or self._may_leave_out(node, spec, summed)
+
+    def _keeps_tokens(self, node: fx.Node, spec: OpShardingRule, tokens: set[str]) -> bool:
+        """Whether a node does the same to each of these tokens by itself, and gives finite numbers
+        for those that are no copies; or is an attention in which no token sees a padded one.
+        """
+        if spec.attends is not None:
+            return self._sees_no_copies(node, spec, tokens)
+        mixed = any(producer(n) in self.mixed for n in node.all_input_nodes)
+        return self._keeps_rows(node, spec, tokens) and (not mixed or _is_finite(node))
+
+    def _sees_no_copies(self, node: fx.Node, spec: OpShardingRule, tokens: set[str]) -> bool:
+        """Whether the padding of an attention's queries and keys lies behind all of them, where the
+        band lets no query look.
+        """
+        band, behind = spec.band, spec.sizes["k"] - spec.sizes["q"]
+        if band is None or band.after is None or band.after > behind:
+            return False
+        at_the_end = all(
+            pad.outer == 1
+            for n in node.all_input_nodes
+            for pad in self.pads(producer(n))
+            if pad.atom in self.tokens
+        )
+        return at_the_end and tokens <= {"q", "k"} and not bound(node).get("dropout_p")
 
     def summed_rows(self, node: fx.Node, spec: OpShardingRule, rows: set[str]) -> set[str]:
         """Return those of these rows that some result of a node lacks."""
@@ -594,7 +637,7 @@ class _Padding:
         spec, factors = notes.specs[node.name], notes.factors[node.name]
         rows = {f for f, atoms in factors.items() if any(a.number in spread.rows for a in atoms)}
         summed = spread.summed_rows(node, spec, rows)
-        if not summed or node.target in NEW_FILLS:
+        if not summed or node.target in NEW_FILLS or spec.attends is not None:
             return
         operands = operands_of(node)
         if node.target in _MATMULS:
@@ -690,6 +733,24 @@ def linear_operand(spec: OpShardingRule, factor: str) -> int | None:
         if has_factor and frozenset({index}) in spec.linear:
             return index
     return None
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a node draws random numbers."""
+    if node.target is aten.dropout.default:
+        values = bound(node)
+        return bool(values["train"] and values["p"])
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_finite(node: fx.Node) -> bool:
+    """Whether a node gives finite numbers for finite ones."""
+    if node.target is aten.pow.Tensor_Scalar:
+        return bool(bound(node)["exponent"] in (1, 2, 3))
+    if node.target is aten.rsqrt.default:
+        return _is_positive(node.args[0])
+    known = (_MOVES, _FINITE, _MATMULS, _NORMS, _SOFTMAXES, _SUMS, _MEANS, _OF_CLASSES)
+    return node.target in (aten.dropout.default, experts_op) or any(node.target in x for x in known)
 
 
 def _masked_dim(node: fx.Node) -> int:

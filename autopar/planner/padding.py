@@ -2,7 +2,8 @@
 
 Example: GPT-2's vocabulary of 50,257 divides on no axis of 4 or 8 ranks. Under "megatron" it is
 padded to 50,264 on 8 ranks, so that its rows are split as those of 50,304 are; under "fsdp", which
-splits the batch alone, no weight is padded, but a batch of 7 rows is, to 8 on 4 ranks.
+splits the batch alone, no weight is padded, but a batch of 7 rows is, to 8 on 4 ranks; under "cp"
+a sequence of 1,023 tokens is, to 1,024.
 
 Every dim is padded to a multiple of the ranks of a node first, and the search shows the axes that
 split it. Where those have other sizes, the plan is carried over to dims that are padded to a
@@ -32,13 +33,13 @@ from autopar.ir.graph import producer, remembered
 from autopar.ir.layout import Layout
 from autopar.ir.padding import Pad, plain_shards, resized
 from autopar.ir.plan import Choice, Padding, Plan
-from autopar.ir.program import Program, Value
+from autopar.ir.program import Atom, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of
 from autopar.passes import annotate, emit_program
 from autopar.passes.pad import check, pad, paddable, weights_of
 from autopar.planner.named_layouts import roles_of
 from autopar.planner.objective import cost_terms
-from autopar.planner.request import PlanRequest
+from autopar.planner.request import GridContext, Layouts, PlanRequest
 from autopar.planner.space import candidates
 from autopar.world import World
 
@@ -99,7 +100,9 @@ def _sizes_of(program: Program, plan: Plan) -> Sizes:
     """Return the atoms of an annotated program that a plan pads, of those that it has in this
     size.
     """
-    notes = program.annotations
+    if not plan.padding:
+        return {}
+    notes = annotate.with_uncut_sequences(program).annotations
     assert notes is not None
     sizes: Sizes = {}
     for each in plan.padding:
@@ -171,6 +174,10 @@ def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
         sizes |= _of_weights(program, _ranks_together(world), request)
     if any(role is None or role.splits == "batch" for role in roles):
         sizes |= _rows(program, world.ranks)
+    if _tokens(program, world.ranks, request):
+        program = annotate.with_uncut_sequences(program)
+        sequences = _tokens(program, world.ranks, request)
+        sizes |= {atoms[0].number: n for atoms, n in sequences.items() if len(atoms) == 1}
     return paddable(program, sizes) if sizes else {}
 
 
@@ -202,6 +209,35 @@ def _rows(program: Program, ranks: int) -> Sizes:
     size = notes.batch.size
     padded = _padded(size, ranks, _MOST)
     return dict.fromkeys(dim_kinds(program).batch, padded) if padded > size else {}
+
+
+def _tokens(program: Program, ranks: int, request: PlanRequest) -> dict[tuple[Atom, ...], int]:
+    """Return the sequences of token ids that an axis of so many ranks would not divide, by their
+    atoms, with their padded sizes; none where the layout splits no sequence.
+    """
+    notes = program.annotations
+    assert notes is not None
+    long = notes.strided_from is not None
+    if request.layout is None or not _splits_sequences(request.layout, long):
+        return {}
+    most = _MOST_OF_AUTO if request.layout == "auto" else _MOST
+    kinds, sequences = dim_kinds(program), dict[tuple[Atom, ...], int]()
+    for entry in program.signature.inputs:
+        dims = notes.dims.get((entry.node, 0), ())
+        atoms = dims[1] if entry.kind == "user" and len(dims) > 1 else ()
+        size = math.prod(atom.size for atom in atoms)
+        padded = _padded(size, ranks, most) if size % ranks else size
+        if padded > size and all(a.number in kinds.sequence and not a.opaque for a in atoms):
+            sequences[atoms] = padded
+    return sequences
+
+
+def _splits_sequences(layout: Layouts, long: bool) -> bool:
+    """Whether a layout may split sequences; "auto" does where they are long."""
+    if isinstance(layout, Mapping):
+        return any(_splits_sequences(each, long) for each in layout.values())
+    contexts = layout == "cp" or isinstance(layout, GridContext)
+    return contexts or (layout == "auto" and long)
 
 
 def _padded(size: int, ranks: int, most: float) -> int:
@@ -264,12 +300,24 @@ def _searched_padded(
     if fitted == sizes and _is_storable(wide, found):
         return _with_notes(dataclasses.replace(found, padding=wide.padding), program, sizes)
     narrow = _annotated(program, fitted)
-    chosen = _carried_over(found, wide, narrow, world) if fitted.keys() == sizes.keys() else None
+    chosen = None
+    if fitted.keys() == sizes.keys() and not _cuts_anew(program, sizes, fitted):
+        chosen = _carried_over(found, wide, narrow, world)
     if chosen is None:
         chosen = search(narrow)
         if not _fitted(narrow, chosen):
             return None
     return _with_notes(chosen, program, fitted)
+
+
+def _cuts_anew(program: Program, sizes: Sizes, fitted: Sizes) -> bool:
+    """Whether sequences of other sizes are cut into other atoms, to which no digit carries over."""
+    notes = program.annotations
+    assert notes is not None
+    if notes.strided_from is None or fitted == sizes:
+        return False
+    tokens = dim_kinds(annotate.with_uncut_sequences(program)).sequence
+    return any(fitted[number] != sizes[number] for number in tokens & sizes.keys())
 
 
 def _carried_over(found: Program, wide: Program, narrow: Program, world: World) -> Program | None:
@@ -354,7 +402,7 @@ def _annotated(program: Program, sizes: Sizes) -> Program:
 def _annotated_anew(program: Program, sizes: Sizes) -> Program:
     before = program.annotations
     assert before is not None
-    padded = pad(program, sizes)
+    padded = pad(annotate.with_uncut_sequences(program), sizes)
     check(padded)
     padded = annotate.annotate(padded, before.strided_from)
     padded = annotate.with_unsplit_queries(padded) if before.unsplit_queries else padded
@@ -418,7 +466,7 @@ def _with_notes(found: Program, program: Program, sizes: Sizes) -> Program:
 
 def _anchors(program: Program, sizes: Mapping[int, int]) -> Iterable[Padding]:
     """Yield where each padded atom is found: in the first value of the graph that has it."""
-    notes = program.annotations
+    notes = annotate.with_uncut_sequences(program).annotations
     assert notes is not None
     left = dict(sizes)
     for node in program.module.graph.nodes:

@@ -190,7 +190,11 @@ def padding_notes(program: Program, plan: Plan) -> tuple[str, ...]:
     nodes = {node.name: node for node in program.module.graph.nodes}
     entries = {entry.node: entry.target for entry in program.signature.inputs}
     fed = {entry.node for entry in program.signature.inputs if entry.kind == "user"}
-    rows = {(each.size, each.padded) for each in plan.padding if each.node in fed}
+    rows = {
+        ("batch" if each.dim == 0 else "sequence", each.size, each.padded)
+        for each in plan.padding
+        if each.node in fed
+    }
     for each in (each for each in plan.padding if each.node not in fed):
         key = each.size, each.padded
         of = entries.get(each.node) or module_path(nodes[each.node]) or each.node
@@ -201,11 +205,12 @@ def padding_notes(program: Program, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _rows_note(size: int, padded: int) -> str:
+def _rows_note(what: str, size: int, padded: int) -> str:
+    rows = "rows" if what == "batch" else "tokens"
     return (
-        f"the batch is padded inside the graph, from {size:,} to {padded:,} rows, as no axis "
-        "divides it: the further rows are copies of the first ones, which no loss counts and no "
-        f"output has; what splits the batch computes {100 * (padded / size - 1):.2g} % more"
+        f"the {what} is padded inside the graph, from {size:,} to {padded:,} {rows}, as no axis "
+        f"divides it: the further {rows} are copies of the first ones, which no loss counts and no "
+        f"output has; what splits the {what} computes {100 * (padded / size - 1):.2g} % more"
     )
 
 

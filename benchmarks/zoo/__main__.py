@@ -4,7 +4,8 @@ Every model runs in a process of its own, so one that crashes costs only its row
 soon as it is there. Without names, the models that have no row yet are run; `--again` runs all.
 
 `python -m benchmarks.zoo --real` plans models at the sizes of their papers on the meta device, and
-needs torchvision and timm: `pip install -e '.[zoo]'`.
+needs torchvision and timm: `pip install -e '.[zoo]'`. `python -m benchmarks.zoo --experts` plans
+mixtures of experts at theirs, on 64 ranks and more; with `--layers 8` the first layers alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import json
 import multiprocessing
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo import catalog, page, real_models, real_rows, rows
+from benchmarks.zoo import catalog, expert_rows, page, real_models, real_rows, rows
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "models.md"
@@ -113,6 +114,29 @@ def run_real(
             print(f"{waiting[done]}: {json.dumps(done.result())}", flush=True)
 
 
+def load_experts(path: Path) -> dict[str, rows.Row]:
+    """Return the rows of mixtures of experts, in their order; none where there is no file."""
+    saved = json.loads(path.read_text()) if path.is_file() else {}
+    return {name: saved[name] for name in expert_rows.CASES if name in saved}
+
+
+def run_experts(names: Sequence[str], layers: int | None, again: bool, path: Path) -> None:
+    """Plan mixtures of experts at real sizes, or the first `layers` of them, and save every row as
+    it grows.
+    """
+    table = load_experts(path)
+    for name in names:
+        known = table.get(name, {})
+        if again or known.get("layers") != expert_rows.depth(name, layers):
+            known = {}
+        for row in expert_rows.measure(name, known, layers):
+            print(f"{name}: {json.dumps(row, ensure_ascii=False)}", flush=True)
+            table[name] = row
+            ordered = {n: table[n] for n in expert_rows.CASES if n in table}
+            text = json.dumps(ordered, indent=1, ensure_ascii=False)
+            path.write_text(text + "\n", encoding="utf-8")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the models that are asked for, and write the page. The exit code says whether all fit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -123,15 +147,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--docs", type=Path, default=PAGE, metavar="PAGE")
     parser.add_argument("--real", action="store_true", help="plan models at the sizes of papers")
     parser.add_argument("--real-json", type=Path, default=HERE / "real_models.json", metavar="FILE")
+    parser.add_argument("--experts", action="store_true", help="plan mixtures of experts")
+    parser.add_argument("--layers", type=int, help="of --experts: the first ones alone")
+    parser.add_argument(
+        "--experts-json", type=Path, default=HERE / "expert_rows.json", metavar="FILE"
+    )
     parser.add_argument("--layouts", default=",".join(real_rows.LAYOUTS), help="of --real")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, of --real")
     parser.add_argument(
         "--cpu-seconds", type=int, default=real_rows.CPU_SECONDS, help="of a plan, of --real"
     )
     options = parser.parse_args(arguments)
-    models = real_models.FACTORIES if options.real else catalog.FACTORIES
+    models: Mapping[str, Any] = catalog.FACTORIES
+    if options.real or options.experts:
+        models = real_models.FACTORIES if options.real else expert_rows.CASES
     if unknown := sorted(set(options.names) - set(models)):
         parser.error(f"no model is called {unknown[0]!r}: {', '.join(models)}")
+    if options.experts:
+        names = options.names or list(models)
+        run_experts(names, options.layers, options.again, options.experts_json)
+        write_page(options)
+        return 0
     if options.real:
         layouts = (real_rows.ALONE, *options.layouts.split(","))
         names = options.names or list(models)
@@ -153,7 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
 def write_page(options: argparse.Namespace) -> None:
     """Write the page of both tables."""
     results = json.loads(options.json.read_text())
-    page.write(results, load_real(options.real_json), options.docs)
+    real, experts = load_real(options.real_json), load_experts(options.experts_json)
+    page.write(results, real, experts, options.docs)
 
 
 if __name__ == "__main__":

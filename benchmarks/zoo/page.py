@@ -1,4 +1,6 @@
-"""docs/models.md, written from the rows of models.json and real_models.json alone."""
+"""docs/models.md, written from the rows of models.json, real_models.json and expert_rows.json
+alone.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo import real_rows
+from benchmarks.zoo import expert_rows, real_rows
 from benchmarks.zoo.catalog import FAMILY_OF
 from benchmarks.zoo.rows import LAYOUTS, Row
 
@@ -46,6 +48,22 @@ any memory), `peak` a rank's memory beside that of one rank that holds all, `CPU
 planning. Empty cells have not been run.
 """
 
+EXPERTS = """\
+## Mixtures of experts at real sizes
+
+Written by `python -m benchmarks.zoo --experts` from `benchmarks/zoo/expert_rows.json`; `--again`
+runs rows anew.
+
+The models of papers at their sizes on the meta device, in bfloat16, under "auto" on H100
+(`dgx-h100`): four sequences of 4,096 tokens a rank, AdamW. `experts` says what each mesh axis
+splits of a layer of experts: its tokens t, its experts e, their inner width f. `whole` is the share
+of the FLOPs of experts, and of all, that several ranks run whole. `MFU` is the share of the peak of
+bfloat16 that goes into the model's own products, none counted twice. `CPU` are the seconds of
+tracing and planning, beside those of a Mistral of as many layers on as many ranks and tokens. Where
+not all `layers` were planned, the figures are those of a model of the first ones.
+Below the table stands what others published.
+"""
+
 
 def at_parity(row: Row) -> bool:
     """Whether auto is proven, and every other layout is proven or does not apply."""
@@ -64,12 +82,15 @@ def verdict(row: Row) -> str:
     return f"{'parity' if at_parity(row) else 'FAILS'}, {row.get('cpu_s')} s: {'; '.join(cells)}"
 
 
-def write(results: dict[str, Any], real: dict[str, Row], path: Path) -> None:
+def write(
+    results: dict[str, Any], real: dict[str, Row], experts: dict[str, Row], path: Path
+) -> None:
     """Write the page: what is at parity, a table a family, and the models at real sizes."""
-    path.write_text("\n".join(page_lines(results, real)) + "\n", encoding="utf-8")
+    lines = page_lines(results, real, experts)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def page_lines(results: dict[str, Any], real: dict[str, Row]) -> list[str]:
+def page_lines(results: dict[str, Any], real: dict[str, Row], experts: dict[str, Row]) -> list[str]:
     """Return the lines of the page."""
     rows, versions = results["rows"], results["versions"]
     proven = sum(at_parity(row) for row in rows.values())
@@ -77,7 +98,7 @@ def page_lines(results: dict[str, Any], real: dict[str, Row]) -> list[str]:
     lines = [PREFACE, f"**{proven} of {len(rows)} models are at parity** ({text})."]
     for family, names in groupby(rows, key=lambda name: FAMILY_OF[name]):
         lines += ["", f"## {family.capitalize()}", "", *table_lines({n: rows[n] for n in names})]
-    return [*lines, "", *real_lines(real)]
+    return [*lines, "", *real_lines(real), *expert_lines(experts)]
 
 
 def real_lines(rows: dict[str, Row]) -> list[str]:
@@ -95,6 +116,55 @@ def real_lines(rows: dict[str, Row]) -> list[str]:
             cells += _real_cells(row.get(layout, row), alone, reasons)
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
+
+
+def expert_lines(rows: dict[str, Row]) -> list[str]:
+    """Return the section of mixtures of experts at real sizes; none where none was planned."""
+    if not rows:
+        return []
+    headings = (
+        "model", "parameters", "ranks", "layers", "mesh", "experts", "step", "MFU", "peak",
+        "whole", "CPU", "CPU dense",
+    )  # fmt: skip
+    reasons: list[str] = []
+    cases = {name: expert_rows.CASES[name] for name in rows}
+    lines = [EXPERTS, "| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    for name, row in rows.items():
+        own = _expert_cells(row, cases[name], reasons)
+        cells = [name, *own, _cpu(row.get("dense", {}), reasons)]
+        lines.append("| " + " | ".join(cells) + " |")
+    left = [name for name in expert_rows.CASES if name not in rows]
+    below = (
+        [f"{i}. {text}" for i, text in enumerate(reasons, 1)],
+        [f"Not planned yet: {', '.join(left)}."] if left else [],
+        [f"- {name}: {case.published}." for name, case in cases.items() if case.published],
+    )
+    return ["", *lines, *(line for block in below if block for line in ("", *block))]
+
+
+def _expert_cells(row: Row, case: expert_rows.Case, reasons: list[str]) -> list[str]:
+    whole = case.options["num_hidden_layers"]
+    layers = f"{row['layers']}" if row["layers"] == whole else f"{row['layers']} of {whole}"
+    sizes = [str(row["ranks"]), layers]
+    if "seconds" not in row:
+        return ["", *sizes, _reference(row["reason"], reasons), *[""] * 6]
+    return [
+        f"{row['parameters'] / 1e9:,.1f} B",
+        *sizes,
+        row["mesh"],
+        row["experts"],
+        f"{row['seconds'] * 1e3:,.0f} ms",
+        f"{row['utilization']:.0%}",
+        f"{row['peak_bytes'] / 1e9:,.1f} GB",
+        f"{row['whole_experts']:.1%}, {row['whole']:.1%}",
+        _cpu(row, reasons),
+    ]
+
+
+def _cpu(row: Row, reasons: list[str]) -> str:
+    if "plan_s" in row:
+        return f"{row['plan_s']:.0f}"
+    return _reference(row["reason"], reasons) if "reason" in row else ""
 
 
 def _alone(entry: Row) -> str:

@@ -120,12 +120,14 @@ def planned(factory: Factory, layout: str) -> Row:
     }
 
 
-def whole_share(plan: autopar.Plan) -> float:
+def whole_share(plan: autopar.Plan, target: object = None) -> float:
     """Return the fraction of the model's FLOPs in nodes that several ranks run whole: an axis of
-    the mesh splits nothing there.
+    the mesh splits nothing there. With a `target`, of the FLOPs of these ops alone.
     """
     assert plan.context is not None and plan.context.source.annotations is not None
     specs = plan.context.source.annotations.specs
-    flops = {name: specs[name].flops for name in plan.choices if name in specs}
+    nodes = plan.context.source.module.graph.nodes
+    counted = {node.name for node in nodes if target is None or node.target is target}
+    flops = {name: specs[name].flops for name in plan.choices if name in specs and name in counted}
     whole = sum(flops[n] for n in flops if any(s in IDLE for s in plan.choices[n].splits))
     return whole / max(sum(flops.values()), 1.0)

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from benchmarks.zoo import __main__ as zoo
-from benchmarks.zoo import catalog, page, real_models, real_rows, rows
+from benchmarks.zoo import catalog, expert_rows, page, real_models, real_rows, rows
 from benchmarks.zoo.torch_models import Classifier
 
 RESULTS = json.loads((zoo.HERE / "models.json").read_text())
 REAL = zoo.load_real(zoo.HERE / "real_models.json")
+EXPERTS = zoo.load_experts(zoo.HERE / "expert_rows.json")
 PROVEN = {layout: {"error": 1e-14, "nodes": 3} for layout in rows.LAYOUTS}
 
 
@@ -34,7 +35,7 @@ def test_every_model_has_a_row_with_parity_or_a_reason():
 
 
 def test_the_page_is_what_the_rows_say():
-    assert zoo.PAGE.read_text() == "\n".join(page.page_lines(RESULTS, REAL)) + "\n"
+    assert zoo.PAGE.read_text() == "\n".join(page.page_lines(RESULTS, REAL, EXPERTS)) + "\n"
 
 
 def test_enough_models_are_at_parity():
@@ -132,3 +133,34 @@ def test_thirty_models_at_real_sizes():
 def test_no_model_at_real_size_runs_a_hundredth_of_its_flops_whole_under_fsdp():
     shares = {n: r["fsdp"]["whole"] for n, r in REAL.items() if "whole" in r.get("fsdp", {})}
     assert len(shares) > 20 and not {n for n, share in shares.items() if share >= 0.01}
+
+
+# -- mixtures of experts ---------------------------------------------------------------------------
+def test_no_rank_runs_experts_that_another_one_runs_too():
+    planned = {name: row for name, row in EXPERTS.items() if "seconds" in row}
+    assert planned and not any(row["whole_experts"] for row in planned.values())
+    assert all("reason" in EXPERTS[name] for name in EXPERTS.keys() - planned.keys())
+    left = [name for name in expert_rows.CASES if name not in EXPERTS]
+    assert not left or f"Not planned yet: {', '.join(left)}." in zoo.PAGE.read_text()
+
+
+def test_planning_a_mixture_of_experts_takes_at_most_twice_what_a_dense_model_does():
+    ratios = {n: r["plan_s"] / r["dense"]["plan_s"] for n, r in EXPERTS.items() if "plan_s" in r}
+    assert ratios and max(ratios.values()) <= 2, ratios
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_is_planned_beside_a_dense_model(monkeypatch, capsys, tmp_path):
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_hidden_layers": 1, "sliding_window": None,
+    }  # fmt: skip
+    monkeypatch.setattr(expert_rows, "CASES", {"tiny": expert_rows.Case("mixtral", sizes, 8)})
+    monkeypatch.setattr(expert_rows, "planned_dense", lambda name, layers: {"plan_s": 1.0})
+    monkeypatch.setattr(expert_rows, "apart", lambda function, seconds: function())
+    saved, docs = tmp_path / "experts.json", tmp_path / "models.md"
+    assert zoo.main(["--experts", f"--experts-json={saved}", f"--docs={docs}"]) == 0
+    row = json.loads(saved.read_text())["tiny"]
+    assert row["whole_experts"] == 0 and row["dense"]["plan_s"] > 0 and row["ranks"] == 8
+    assert "| tiny |" in docs.read_text() and "tiny: {" in capsys.readouterr().out

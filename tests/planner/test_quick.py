@@ -11,7 +11,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.planner.bound import bounds_of, near, pass_messages
 from autopar.planner.constraint import Constraint
-from autopar.planner.solve import best_at_shares, quick_best, with_share
+from autopar.planner.solve import best_at_shares, by_promise, quick_best, with_share
 from autopar.planner.space import candidates
 from autopar.world import World
 from random_nets import analysed
@@ -64,3 +64,10 @@ def test_few_meshes_under_rules_are_all_searched(program: Program) -> None:
     found = quick_best(program, given, world)
     bounds = bounds_of(found)
     assert len(bounds) == 5 and found.seconds == min(bounds)
+
+
+def test_of_meshes_that_promise_the_same_the_one_of_fewest_axes_comes_first() -> None:
+    """The bounds of the first and the third differ by less than the gain that is looked for."""
+    meshes = [(Mesh.parse(m), Constraint("auto")) for m in ("w2.x2.y2.z8", "x8.y8", "x64")]
+    assert by_promise(meshes, [0.84314, 0.8441, 0.84316]) == [2, 0, 1]
+    assert by_promise(meshes, [0.84314, 0.8441, 0.8440]) == [0, 2, 1]

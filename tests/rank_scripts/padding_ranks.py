@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 import padded_models
 import uneven_batches
+import uneven_sequences
 from autopar.world import ranks
 from on_ranks import Facts, everywhere, run_tasks
 
@@ -100,5 +101,19 @@ def last_batch() -> Facts:
     return facts
 
 
+def seven_tokens() -> Facts:
+    """Seven tokens split over four ranks, in training and in eval."""
+    model, inputs = uneven_sequences.llama(7)
+    model = model.double()
+    par = autopar.parallelize(copy.deepcopy(model), inputs=inputs, layout="cp")
+    for each in (model, par):
+        each(**inputs).backward()
+    errors = [largest_error(gradients(par), gradients(model))]
+    with torch.no_grad():
+        pair = [float(m.eval()(**inputs)) for m in (model, par)]
+    errors.append(abs(pair[1] / pair[0] - 1))
+    return {"padding": [(x.size, x.padded) for x in par.plan.padding], "errors": errors}
+
+
 if __name__ == "__main__":
-    run_tasks({"train": train, "last_batch": last_batch})
+    run_tasks({"train": train, "last_batch": last_batch, "seven_tokens": seven_tokens})

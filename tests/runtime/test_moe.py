@@ -113,6 +113,36 @@ def test_a_model_without_experts_is_refused() -> None:
     refused(autopar.LayoutError, "the model has none", "or 'auto'", model=dense, layout="ep")
 
 
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        (lambda index, scores: (index, None), "its scores are none"),
+        (lambda index, scores: (None, scores), "its numbers of experts are none"),
+        (lambda index, scores: (scores, scores), "its numbers of experts are torch.float32"),
+        (lambda index, scores: (index, index), "its scores are torch.int64"),
+        (lambda index, scores: (index, scores.sum(1)), "torch.float32 of shape (64,)"),
+        (lambda index, scores: (index, scores[:, :1]), "numbers (64, 2) and scores (64, 1)"),
+        (lambda index, scores: (index[:8], scores), "its numbers of experts are torch.int64"),
+    ],
+    ids=["no scores", "no numbers", "scores alone", "numbers alone", "one", "fewer", "few tokens"],
+)  # fmt: skip
+def test_a_router_that_does_not_say_which_experts_and_how_much_is_refused(
+    choices: Any, says: str
+) -> None:
+    def model() -> Any:
+        net, args, kwargs = mixtral()
+        experts = net.model.layers[0].mlp.experts
+
+        class Misled(type(experts)):  # type: ignore[misc]
+            def forward(self, tokens: Any, index: Any, scores: Any) -> Any:
+                return super().forward(tokens, *choices(index, scores))
+
+        experts.__class__ = Misled
+        return net, args, kwargs
+
+    refused(autopar.TraceError, "of 4 experts takes from its router", says, model=model)
+
+
 def test_a_loop_over_experts_is_refused_with_the_remedy() -> None:
     words = ("A loop over experts", "einsum", "use_experts_implementation")
     refused(autopar.TraceError, *words, model=looped)

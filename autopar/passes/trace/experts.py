@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar._compat import without_modes
+from autopar.errors import TraceError
 from autopar.ops.experts import BODIES, Body, experts_op
 
 _NAME, _SETTING = "autopar", "_experts_implementation_internal"
@@ -61,6 +62,7 @@ def _layer(
     names: dict[int, str | None], module: Any, tokens: Tensor, index: Tensor, scores: Tensor
 ) -> Tensor:
     """Compute an experts module by the op; transformers calls it in place of its forward."""
+    _refuse_choices(module, tokens, index, scores)
     kind = "gate_up_proj" if module.has_gate else "up_proj"
     up_bias, down_bias = (
         getattr(module, f"{name}_bias") if module.has_bias else None for name in (kind, "down_proj")
@@ -72,6 +74,41 @@ def _layer(
     assert name is not None, module
     result: Tensor = experts_op(tokens, index, scores, *weights, of_norm, name, count)
     return result
+
+
+def _refuse_choices(module: Any, tokens: Any, index: Any, scores: Any) -> None:
+    """Raise TraceError where a router did not give, for each token, the numbers of its experts and
+    a score for each of these.
+    """
+    count = module.down_proj.shape[0]
+    expected = (
+        f"{type(module).__name__} of {count} experts takes from its router, for each token, the "
+        "whole numbers of its experts, and a score for each of these"
+    )
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2:
+        raise TraceError(f"{expected}; its tokens (tokens, width) are {_said(tokens)}")
+    rows = tokens.shape[0]
+    for name, value, whole in (("numbers of experts", index, True), ("scores", scores, False)):
+        is_right = isinstance(value, Tensor) and value.is_floating_point() is not whole
+        if not is_right or value.dim() != 2 or value.shape[0] != rows:
+            kind = "an integer" if whole else "a floating-point"
+            raise TraceError(
+                f"{expected}: its {name} are {_said(value)}, where {kind} tensor ({rows}, experts "
+                f"of a token) is needed: have the router return topk's indices and values"
+            )
+    if index.shape != scores.shape or index.shape[1] > count:
+        raise TraceError(
+            f"{expected}, and got numbers {tuple(index.shape)} and scores {tuple(scores.shape)}: "
+            f"both are ({rows}, experts of a token), at most {count} of them; take the scores of "
+            "the chosen experts, as topk or gather gives them"
+        )
+
+
+def _said(value: Any) -> str:
+    """Return what a value is, in words."""
+    if not isinstance(value, Tensor):
+        return "none" if value is None else f"of type {type(value).__name__}"
+    return f"{value.dtype} of shape {tuple(value.shape)}"
 
 
 # -- bodies ----------------------------------------------------------------------------------------

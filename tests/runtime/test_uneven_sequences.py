@@ -1,0 +1,105 @@
+"""Sequences that no axis divides: split where no token sees a later one, else as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import autopar
+import uneven_sequences
+from autopar.errors import LayoutError
+from autopar.planner.request import GridContext, Layouts
+from launch import launched
+from uneven_sequences import COUNTED, REFUSED, Case
+
+MODELS = {"llama": uneven_sequences.llama, "gpt2": uneven_sequences.gpt2}
+LAYOUTS: dict[str, tuple[int, Layouts]] = {
+    "cp": (4, "cp"),
+    "cp x fsdp": (4, GridContext(2)),
+    "cp x megatron": (4, GridContext(2, "megatron")),
+    "cp x 4d": (8, GridContext(2, autopar.Grid4D(x=2, z=2))),
+    "contiguous cp": (4, GridContext(4, attention="contiguous")),
+    "heads": (4, GridContext(2, attention="heads")),
+}
+
+
+def planned(case: Case, ranks: int, layout: Layouts) -> autopar.Plan:
+    plan = autopar.plan(case[0], ranks, case[1], layout=layout, smaller=False)
+    autopar.verify(case[0], None, case[1], layout=plan)
+    return plan
+
+
+def padding(plan: autopar.Plan) -> set[tuple[int, int]]:
+    return {(each.size, each.padded) for each in plan.padding}
+
+
+@pytest.mark.slow_cells(
+    "5-*", "6-*", "7-gpt2-*", "7-llama-contiguous cp", "7-llama-cp x *", "7-llama-heads"
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tokens", [5, 6, 7])
+def test_ranks_compute_what_one_does(tokens: int, name: str, layout: str) -> None:
+    """Of 6 tokens, 2 ranks take some as they are."""
+    ranks, wanted = LAYOUTS[layout]
+    plan = planned(MODELS[name](tokens), ranks, wanted)
+    contexts = plan.mesh.sizes["context"]
+    padded = -(-tokens // contexts) * contexts
+    assert padding(plan) == ({(tokens, padded)} if padded > tokens else set())
+    if padded > tokens:
+        assert any(f"the sequence is padded inside the graph, from {tokens} to {padded}" in note
+                   for note in plan.notes)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_runs_of_tokens_in_turns() -> None:
+    """Fifteen tokens become sixteen, of which each of eight ranks takes one of either half."""
+    assert padding(planned(uneven_sequences.llama(15), 8, "cp")) == {(15, 16)}
+
+
+@pytest.mark.slow_cells("before attention", "mean of tokens", "mean")
+@pytest.mark.parametrize("name", COUNTED)
+def test_losses_that_count_tokens(name: str) -> None:
+    assert padding(planned(uneven_sequences.layer(7, COUNTED[name]), 4, "cp")) == {(7, 8)}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ops_that_mix_tokens_leave_the_sequence_as_it_is(name: str) -> None:
+    refused(uneven_sequences.layer(7, REFUSED[name]))
+
+
+def refused(case: Case, layout: Layouts = "cp") -> None:
+    with pytest.raises(LayoutError, match="sequences of 7 tokens"):
+        autopar.plan(case[0], 4, case[1], layout=layout)
+
+
+def test_attention_to_later_tokens_leaves_the_sequence_as_it_is() -> None:
+    refused(uneven_sequences.layer(7, COUNTED["mean"], causal=False))
+    refused(uneven_sequences.bert(7))
+    refused(uneven_sequences.t5(7))
+
+
+def test_weights_of_attention_that_are_dropped_leave_the_sequence_as_it_is() -> None:
+    refused(uneven_sequences.layer(7, COUNTED["mean"], dropout=0.1))
+
+
+def test_a_plan_of_a_file_pads_the_same_tokens() -> None:
+    model, inputs = uneven_sequences.llama(6)
+    plan = autopar.plan(model, 4, inputs, layout="cp")
+    again = autopar.Plan.from_json(plan.to_json())
+    assert padding(again) == padding(plan) == {(6, 8)}
+    autopar.verify(model, None, inputs, layout=again)
+
+
+@pytest.mark.slow
+def test_four_ranks_train_on_seven_tokens(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 4, "seven_tokens", script="padding_ranks.py")["seven_tokens"]
+    assert facts["padding"] == [[7, 8]]
+    assert max(facts["errors"]) < 1e-9
+
+
+def test_layouts_without_contexts_pad_no_sequence() -> None:
+    model, inputs = uneven_sequences.llama(7)
+    for layout in ("megatron-sp", "auto"):
+        assert not padding(autopar.plan(model, 4, inputs, layout=layout, smaller=False))
