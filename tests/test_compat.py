@@ -78,6 +78,7 @@ def test_a_torch_that_is_not_proven_is_refused(monkeypatch: pytest.MonkeyPatch) 
         versions.require("2.14.0")
 
 
+@pytest.mark.slow
 def test_autopar_asks_for_the_versions_that_it_takes() -> None:
     """pyproject.toml, and what is said at import: also where private names are missing."""
     versions = _compat.torch_versions
@@ -230,6 +231,7 @@ def test_wait_tensor_waits_for_work_that_we_started(group: dist.ProcessGroup) ->
     assert work.is_completed()
 
 
+@pytest.mark.slow
 def test_private_names_of_torch_are_used_nowhere_else() -> None:
     """Attributes and imports of torch that start with one underscore; operators apart."""
     found = []

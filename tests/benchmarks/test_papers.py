@@ -35,6 +35,7 @@ def test_a_layer_moves_what_plans_of_two_depths_differ_by(grid: Grid4D) -> None:
     assert abs(found[1] - (two.comm_bytes - 2 * found[0])) == 2 * bias
 
 
+@pytest.mark.slow
 def test_the_seconds_of_axonns_own_model() -> None:
     rows = list(papers.axonns_own_model())
     assert len(rows) == 6
@@ -42,6 +43,7 @@ def test_the_seconds_of_axonns_own_model() -> None:
         assert row.ratio == pytest.approx(1.05, abs=0.1), row.what
 
 
+@pytest.mark.slow
 def test_atps_words_from_an_emitted_plan() -> None:
     for row in papers.atp_words():
         assert row.ratio == pytest.approx(1), row.what

@@ -91,6 +91,7 @@ def test_every_metric_gives_the_same_tokens() -> None:
         assert found == pytest.approx(tokens, rel=1e-6), metric
 
 
+@pytest.mark.slow
 def test_a_small_run_is_modelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_model_at_real_size_is_planned_under_each_layout(monkeypatch, capsys, 
     assert "| tiny |" in text and "| absent |" in text and "1. the process ended" in text
 
 
+@pytest.mark.slow
 def test_a_plan_that_takes_too_long_costs_only_its_cells():
     assert real_rows.apart(forever, 1) == {"reason": "not done after 1 CPU seconds"}
 

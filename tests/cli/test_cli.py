@@ -218,6 +218,7 @@ def test_verify_a_saved_plan(tmp_path: Path) -> None:
     assert "plan again" in other
 
 
+@pytest.mark.slow_cells("llama3-8b-megatron")
 @pytest.mark.slow_cells("gpt2-4d:x=2,y=2")
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "4d:x=2,y=2"), ("llama3-8b", "megatron")])
 def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
@@ -425,6 +426,7 @@ def test_progress_after_two_seconds(
     assert captured.err == "counting: first … 0 s\ncounting: second … 0 s\n"
 
 
+@pytest.mark.slow
 def test_python_m_autopar() -> None:
     command = [sys.executable, "-m", "autopar", "plan", "gpt9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

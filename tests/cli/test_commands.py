@@ -100,6 +100,7 @@ def test_a_shell_completes(typed: str, completed: set[str]) -> None:
     assert set(result.stdout.split()) == completed
 
 
+@pytest.mark.slow
 def test_completion_is_shown_for_a_shell() -> None:
     command = [sys.executable, "-c", "import sys; sys.argv[0] = 'autopar'\n"
                "from autopar.cli.main import app; app()", "--show-completion", "bash"]  # fmt: skip

@@ -87,6 +87,7 @@ def test_other_kinds_are_cut_down_for_verify(kind: str, tmp_path: Path) -> None:
     assert target.model(**target.inputs).isfinite()
 
 
+@pytest.mark.slow
 def test_plan_and_verify_take_a_config(tmp_path: Path) -> None:
     path = str(write(tmp_path, LLAMA))
     arguments = (path, "--ranks", "2", "--batch", "4x16", "--json")

@@ -19,6 +19,7 @@ from autopar.tools.sweep import SweepPoint
 FIELDS = ("layout", "seconds", "peak_bytes")
 
 
+@pytest.mark.slow
 def test_a_sweep_gives_the_plans_of_plan_and_traces_once(monkeypatch: pytest.MonkeyPatch) -> None:
     traces = []
     trace_model = sweep.trace_model

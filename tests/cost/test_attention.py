@@ -104,6 +104,7 @@ def test_a_share_lies_on_lines_between_what_was_measured() -> None:
 
 
 # -- in every price --------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_search_bound_and_plan_agree_on_it() -> None:
     model, args, _ = models.gpt()
     program, mesh = analysed(models.Gpt(layers=1), args, {}), Mesh.parse("x2.y2")

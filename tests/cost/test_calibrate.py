@@ -353,6 +353,7 @@ def test_what_fails_on_all_ranks_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "world.json").exists()
 
 
+@pytest.mark.slow
 def test_a_models_own_products() -> None:
     """qkv, out, up, down, head: as (rows, columns, inner) of one device; attention's are none."""
     with torch.device("meta"):

@@ -55,6 +55,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow_cells("megatron-gpt")
 @pytest.mark.slow_cells(
     "*-llama", "2.5d-gpt", "4d-gpt", "atp-gpt", "ddp-gpt", "fsdp-gpt", "megatron-sp-gpt",
 )  # fmt: skip
@@ -154,6 +155,7 @@ def test_mistakes_are_named(pair: Plan) -> None:
         loaded.formula()
 
 
+@pytest.mark.slow
 def test_a_half_precision_model_reduces_statistics_in_float32() -> None:
     module, args, _ = gpt()
     plan = autopar.plan(module.to(torch.bfloat16), 16, args, Grid4D(2, 2, 2, 2))

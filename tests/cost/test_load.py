@@ -141,6 +141,7 @@ def test_patterns() -> None:
 POWERS = st.sampled_from([1, 2, 4])
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(POWERS, st.integers(1, 9)), min_size=1, max_size=4), st.data())
 def test_counting_every_edge_gives_what_the_shortcut_gives(
     levels: list[tuple[int, int]], data: st.DataObject

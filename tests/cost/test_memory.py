@@ -99,6 +99,7 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
     assert highest(rest)[1] == pytest.approx(step_bytes([4000.0, 2000.0], name, at_once), abs=100)
 
 
+@pytest.mark.slow
 def test_as_few_blocks_as_it_takes() -> None:
     model, args, _ = models.gpt()
     cheap = autopar.plan(model, 2, args, "megatron", recompute="selective")
@@ -186,6 +187,7 @@ def test_auto_is_as_fast_as_any_named_layout_that_fits(name: str, ranks: int, pa
         assert plan is None or found.seconds <= plan.seconds * (1 + 1e-9), layout
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused() -> None:
     model, args, _ = models.gpt()
     with pytest.raises(PlanError, match="no plan fits") as caught:

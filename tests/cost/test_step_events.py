@@ -22,6 +22,7 @@ LAYOUTS = ["ddp", "fsdp", "megatron", "megatron-sp", autopar.Grid4D(2, 2, 2, 1),
 AGAIN = [("fsdp", "gathers"), ("fsdp", "full"), ("megatron-sp", "full")]
 
 
+@pytest.mark.slow_cells("megatron-sp-full")
 @pytest.mark.slow_cells(
     "2.5d-none", "Grid4D(x=2, y=2, z=2, data=1)-none", "auto-none", "ddp-none", "fsdp-full",
     "fsdp-gathers", "fsdp-none", "megatron-none", "megatron-sp-none",
@@ -51,6 +52,7 @@ def test_models(layout: Any, recompute: Any, tmp_path: Path) -> None:
         shows(found, tmp_path / "trace.json")
 
 
+@pytest.mark.slow
 def test_what_runs_again_is_modelled() -> None:
     """Weights that are gathered again arrive before the gradient does; what is computed again, and
     what that sends, waits for it and delays the backward.
@@ -123,6 +125,7 @@ def test_gradients_and_gathers_hide_under_products() -> None:
         assert found.hidden_seconds > 0.6 * found.communication, layout
 
 
+@pytest.mark.slow
 def test_dx_is_summed_under_the_product_for_dw() -> None:
     found = wide(2, "megatron").timeline()
     sums = [

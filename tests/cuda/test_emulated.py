@@ -81,6 +81,7 @@ def test_ranks_on_different_devices_hold_one_fingerprint(guard: Path) -> None:
     assert len({name for facts in both for name in facts.values()}) == 1, both
 
 
+@pytest.mark.slow
 def test_a_mix_of_devices_is_refused(guard: Path) -> None:
     (facts,) = emulated(guard, 2, "mixed")
     assert facts["error"].startswith("TraceError"), facts

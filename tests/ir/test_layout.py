@@ -69,6 +69,7 @@ def test_inner_counts_local_elements() -> None:
     assert layout.local_shape == (2,)
 
 
+@pytest.mark.slow_cells("S")
 @pytest.mark.parametrize("kinds", ["S", "SR", "SP", "SIRP"])
 def test_join_is_the_inverse_of_cut(kinds: str) -> None:
     draw, three = random.Random(4), 0
@@ -177,6 +178,7 @@ def test_every_change_on_one_axis(before: State, after: State) -> None:
     convert(source, target, 0)
 
 
+@pytest.mark.slow
 def test_paths_are_short_and_legal_for_many_more() -> None:
     draw, mesh = random.Random(5), Mesh.parse("x2.y3.z2.w2")
     for _ in range(3000):

@@ -142,6 +142,7 @@ def test_an_edited_plan_runs(edit: Edit, world: int) -> None:
     assert again.edited and again.choices == after.choices
 
 
+@pytest.mark.slow
 def test_an_edited_gpt_runs() -> None:
     """One block's up projection takes another loop dim, its weight is stored whole."""
     model, args, _ = made = gpt()

@@ -180,6 +180,7 @@ LAYOUTS: list[tuple[World, Any]] = [
 ]
 
 
+@pytest.mark.slow_cells("4-megatron-sp")
 @pytest.mark.slow_cells("*-ddp", "4-fsdp", "8-Grid4D(x=1, y=2, z=2, data=2)", "8-fsdp")
 @pytest.mark.parametrize(
     ("world", "layout"), LAYOUTS, ids=[f"{w.ranks}-{layout}" for w, layout in LAYOUTS]

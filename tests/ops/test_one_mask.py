@@ -72,6 +72,7 @@ def test_so_does_any_plan(name: str) -> None:
     known(name).at_random("x2.y3", 3)
 
 
+@pytest.mark.slow_cells("between")
 @pytest.mark.slow_cells("attended")
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_have_one_seed_and_other_dropouts_another(name: str) -> None:

@@ -50,6 +50,7 @@ COMPOSITES: dict[str, Forward] = {
 }
 
 
+@pytest.mark.slow_cells("matrix power")
 @pytest.mark.slow_cells("cross-entropy")
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_a_composite_gives_what_eager_gives(name: str) -> None:

@@ -18,6 +18,7 @@ from derived import arrived, called, derived, passed, placed, ran, scheduled
 aten = torch.ops.aten
 
 
+@pytest.mark.slow_cells("ddp-backward")
 @pytest.mark.slow_cells("fsdp-forward")
 @pytest.mark.parametrize(("layout", "phase"), [("ddp", "backward"), ("fsdp", "forward")])
 def test_small_collectives_are_joined(layout: str, phase: str) -> None:
@@ -37,6 +38,7 @@ def test_small_collectives_are_joined(layout: str, phase: str) -> None:
     assert joined.modelled[phase].seconds < apart.modelled[phase].seconds
 
 
+@pytest.mark.slow
 def test_large_ones_are_not_joined_where_that_costs_overlap() -> None:
     run = scheduled("ddp")
     assert run.backward is not None

@@ -196,6 +196,7 @@ def same(actual: fx.Graph, graph: fx.Graph) -> bool:
 
 
 # -- numbers ---------------------------------------------------------------------------------------
+@pytest.mark.slow_cells("megatron-sp")
 @pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", CASES)
 def test_pieces_give_the_same_numbers(layout: str) -> None:
@@ -306,6 +307,7 @@ def scheduled(layout: str, phase: Phase, pieces: int | None) -> fx.Graph:
     return ordered(found, run, phase, SLOW)
 
 
+@pytest.mark.slow_cells("forward")
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_piece_is_summed_under_the_product_of_the_next(phase: Phase) -> None:
     graph = scheduled("megatron", phase, pieces=4)

@@ -156,6 +156,7 @@ def test_a_trace_has_the_facts_that_export_gives() -> None:
     assert "hooked" in model(x)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_is_traced_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = model_and_inputs("a step of MAML")
     expected = ops_of(trace(model, inputs))
@@ -275,6 +276,7 @@ class Recurrent(nn.Module):
         return force.square().mean()
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.slow_cells("auto")
 @pytest.mark.parametrize("layout", ["auto", "fsdp"])
 def test_a_recurrent_net_may_be_differentiated(layout: str) -> None:

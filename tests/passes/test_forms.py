@@ -86,6 +86,7 @@ def targets(plan: Plan) -> list[object]:
     return [node.target for node in plan.context.program.module.graph.nodes]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow_cells("ddp")
 @pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", ["ddp", "megatron", "4d"])
 def test_products_take_the_form_that_gains(layout: str) -> None:
@@ -100,6 +101,7 @@ def test_products_take_the_form_that_gains(layout: str) -> None:
     assert copied == {("right", "right", "right")}
 
 
+@pytest.mark.slow
 def test_where_nothing_gains_nothing_changes() -> None:
     model, args, _ = models.gpt()
     plain = autopar.plan(model, 4, args, "megatron", smaller=False)
@@ -107,6 +109,7 @@ def test_where_nothing_gains_nothing_changes() -> None:
     assert targets(plan) == targets(plain)
 
 
+@pytest.mark.slow_cells("4d")
 @pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "4d"])
 def test_it_computes_what_one_device_does(layout: str) -> None:

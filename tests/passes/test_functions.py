@@ -178,6 +178,7 @@ def gradients(model: nn.Module, loss: Tensor) -> list[Tensor]:
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
 
 
+@pytest.mark.slow_cells("reentrant")
 @pytest.mark.slow_cells("listed", "mixed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_traced_function_has_its_own_gradient(kind: str) -> None:
@@ -225,6 +226,7 @@ def test_the_same_call_is_the_same_op_in_every_trace() -> None:
     assert targets() == first
 
 
+@pytest.mark.slow
 def test_a_large_function_is_split_by_what_a_smaller_trial_says() -> None:
     class Large(nn.Module):
         def __init__(self, function: Any) -> None:

@@ -15,6 +15,7 @@ from autopar.passes.interleave import interleaved
 from autopar.tools.targets import NAMED, Gpt
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "fsdp"])
 def test_each_part_has_its_own_nodes_and_weights_are_gathered_once(layout: str) -> None:

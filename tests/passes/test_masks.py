@@ -92,6 +92,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow_cells("short mistral")
 @pytest.mark.slow_cells(
     "dropping bert", "gemma3", "gpt2", "llama", "mistral", "packed gemma3", "packed llama",
     "padded bert", "padded llama", "qwen3",
@@ -103,6 +104,7 @@ def test_what_masks_of_transformers_say(name: str) -> None:
     assert said(after) == expected
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_take_the_mask_of_a_trace_is_told_which_to_give() -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.NystromformerConfig(
@@ -121,6 +123,7 @@ def test_a_model_that_does_not_take_the_mask_of_a_trace_is_told_which_to_give() 
 PLANS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, y=2), "cp": "cp"}
 
 
+@pytest.mark.slow_cells("padded bert-cp")
 @pytest.mark.slow_cells("packed gemma3-4d", "packed gemma3-cp", "padded bert-4d", "qwen3-*")
 @pytest.mark.parametrize("layout", PLANS)
 @pytest.mark.parametrize("name", ["packed gemma3", "padded bert", "qwen3"])

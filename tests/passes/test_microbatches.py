@@ -142,6 +142,7 @@ SLOW = pytest.mark.slow
 COUNTS = [4, pytest.param(2, marks=SLOW), pytest.param(ROWS, marks=SLOW)]
 
 
+@pytest.mark.slow_cells("means_of_means-4", "with_a_penalty-4", "with_scores-4")
 @pytest.mark.slow_cells(
     "a_count_used_twice-4", "a_loss_that_is_not_returned-4", "class_dim_inside-4",
     "count_in_a_root-4", "log_likelihood-4", "masked_mean-4", "mean_of_tokens-4",
@@ -239,6 +240,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow_cells("contrastive-4", "batch_statistics-4")
 @pytest.mark.slow_cells(
     "no_loss-4", "perplexity-4", "weights_of_classes-4", "weights_of_likelihoods-4",
 )  # fmt: skip
@@ -296,6 +298,7 @@ def test_an_input_with_a_gradient_is_refused() -> None:
         trace_step(Prompted(4, 4), (torch.ones(8, 4, requires_grad=True),), 2)
 
 
+@pytest.mark.slow
 def test_verify_holds_what_ranks_run_against_the_whole_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

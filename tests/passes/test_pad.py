@@ -35,6 +35,7 @@ aten = torch.ops.aten
 
 
 # -- the algebra -----------------------------------------------------------------------------------
+@pytest.mark.slow
 @given(size=st.integers(1, 60), ranks=st.integers(2, 9), other=st.integers(1, 4))
 def test_parts_of_a_padded_dim_are_those_of_torch_chunk(size: int, ranks: int, other: int) -> None:
     padded = math.ceil(size / ranks) * ranks
@@ -167,6 +168,7 @@ def test_a_padded_graph_has_the_same_results_and_gradients() -> None:
             assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_heads_inside_a_fused_weight_are_padded_and_their_size_stays_a_factor() -> None:
     model, inputs = padded_models.gpt2()
     program = annotated(model, inputs)
@@ -189,6 +191,7 @@ def test_heads_inside_a_fused_weight_are_padded_and_their_size_stays_a_factor() 
     assert atoms(again, 516) and not atoms(again, 515)
 
 
+@pytest.mark.slow
 def test_dropout_in_attention_keeps_heads_as_they_are() -> None:
     model, inputs = padded_models.gpt2()
     for module in model.modules():

@@ -27,6 +27,7 @@ def example(name: str, **changes: Any) -> tuple[torch.nn.Module, Any]:
     return model, kwargs or args
 
 
+@pytest.mark.slow_cells("gpt-2-fsdp")
 @pytest.mark.slow_cells("gpt-4-2.5d", "t5-2-megatron")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout"),
@@ -39,6 +40,7 @@ def test_every_node_and_gradient_is_right(name: str, ranks: int, layout: str) ->
     assert again.nodes == plain.nodes
 
 
+@pytest.mark.slow_cells("gpt-4-fsdp")
 @pytest.mark.slow_cells("gpt2-2-fsdp", "llama-8-layout1")
 @pytest.mark.parametrize(
     ("name", "ranks", "layout"),
@@ -104,6 +106,7 @@ def test_a_frozen_weight_keeps_no_activation_alive() -> None:
     torch.testing.assert_close(given.grad, torch.ones(3, 5) @ torch.cat([weight, weight]).T)
 
 
+@pytest.mark.slow
 def test_dropout_drops_the_same_again() -> None:
     model, inputs = example("gpt", dropout=0.2)
     autopar.verify(model, 4, inputs, "megatron", recompute="full")
@@ -204,6 +207,7 @@ def test_a_block_that_is_not_there() -> None:
         autopar.apply(model, plan, inputs)
 
 
+@pytest.mark.slow
 def test_the_listing_shows_what_runs_twice() -> None:
     model, inputs = example("gpt")
     plan = autopar.plan(model, 2, inputs, "megatron", recompute="full")
@@ -214,6 +218,7 @@ def test_the_listing_shows_what_runs_twice() -> None:
     assert names == [n.target for n in plain.graph.nodes if "source" in n.meta]
 
 
+@pytest.mark.slow
 def test_a_compiler_takes_it() -> None:
     model, args, _ = models.gpt()
     par = autopar.parallelize(model, 1, args, backend="aot_eager", recompute="full")

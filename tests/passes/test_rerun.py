@@ -46,6 +46,7 @@ def plans(name: str, ranks: int, layout: Any, **changes: Any) -> tuple[autopar.P
     return plain, again
 
 
+@pytest.mark.slow_cells("gpt-4-fsdp-changes0")
 @pytest.mark.slow_cells(
     "gpt-4-megatron-changes1", "gpt2-2-auto-changes5", "llama-4-megatron-sp-changes3",
     "llama-8-layout2-changes2",
@@ -68,6 +69,7 @@ def test_numbers_are_those_of_one_device(name: str, ranks: int, layout: Any, cha
     assert again.nodes == plain.nodes
 
 
+@pytest.mark.slow_cells("gpt-2-megatron-0.75-cr")
 @pytest.mark.slow_cells(
     "gpt-4-fsdp-0.7-cg", "gpt-4-fsdp-0.8-cg", "gpt-4-fsdp-0.95-c", "llama-4-fsdp-0.75-cg",
     "llama-4-megatron-sp-0.9-c",
@@ -125,6 +127,7 @@ def test_less_is_held_and_no_collective_runs_twice(name: str, ranks: int, layout
     assert "cheap ops again in the backward: 2 blocks" in str(again.table().caption)
 
 
+@pytest.mark.slow
 def test_what_runs_again_are_norms_and_activations() -> None:
     _, again = plans("llama", 4, "megatron")
     assert again.context is not None
@@ -134,6 +137,7 @@ def test_what_runs_again_are_norms_and_activations() -> None:
     assert not {"linear", "scaled_dot_product_attention", "embedding"} & names
 
 
+@pytest.mark.slow_cells("gpt")
 @pytest.mark.slow_cells("llama")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
@@ -187,6 +191,7 @@ def left_after_a_step(recompute: Any) -> int:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_what_a_step_saved_is_freed_with_its_graph() -> None:
     assert left_after_a_step("selective") <= 1.05 * left_after_a_step("none")
 

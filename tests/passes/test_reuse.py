@@ -137,6 +137,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 }
 
 
+@pytest.mark.slow_cells("dict", "submodule", "forward")
 @pytest.mark.slow_cells("class", "persistent")
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_traced_again(change: str, exports: list[nn.Module]) -> None:
@@ -168,6 +169,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
 }
 
 
+@pytest.mark.slow_cells("fewer")
 @pytest.mark.parametrize("call", CALLS)
 def test_another_call_is_traced_again(call: str, exports: list[nn.Module]) -> None:
     model, (inputs, around) = Net(), CALLS[call]

@@ -68,6 +68,7 @@ def covered(run: Scheduled, module: fx.GraphModule, pair: tuple[fx.Node, fx.Node
 
 
 # -- by name ---------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_oar_dx_is_summed_under_the_product_for_dw() -> None:
     run = scheduled(autopar.Grid4D(x=2, y=4))
     assert run.backward is not None
@@ -93,6 +94,7 @@ def test_ors_reduce_scatters_of_dw_are_waited_for_at_the_end() -> None:
     assert sum(place[issue] < last for issue, _ in scatters) > 2 / 3 * len(scatters)
 
 
+@pytest.mark.slow
 def test_oag_gathers_of_the_next_layers_are_issued_ahead() -> None:
     run = scheduled("fsdp")
     assert run.forward is not None
@@ -140,6 +142,7 @@ def test_oag_is_as_far_ahead_as_the_link_needs() -> None:
     assert max(far) > 1
 
 
+@pytest.mark.slow
 def test_gathers_are_not_all_issued_at_once() -> None:
     run = scheduled("fsdp", layers=4)
     assert run.forward is not None
@@ -149,6 +152,7 @@ def test_gathers_are_not_all_issued_at_once() -> None:
     assert sum(at < first for at in issued) < len(issued) / 3
 
 
+@pytest.mark.slow
 def test_gradient_sums_run_under_the_rest_of_the_backward() -> None:
     run = scheduled("ddp")
     assert run.backward is not None

@@ -335,6 +335,7 @@ def test_calls_that_are_not_alike_are_refused(name: str) -> None:
     calm()
 
 
+@pytest.mark.slow_cells("a_moving_average")
 @pytest.mark.slow_cells("a_table_of_constants_made_once")
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_every_call_does_alike_is_traced(name: str) -> None:
@@ -346,6 +347,7 @@ def test_what_every_call_does_alike_is_traced(name: str) -> None:
     torch.testing.assert_close(run(program, (x,)), model(x))
 
 
+@pytest.mark.slow
 def test_no_stand_in_outlives_the_check() -> None:
     calm()
     before = fakes()

@@ -102,11 +102,13 @@ def refused(model: nn.Module, inputs: tuple[torch.Tensor, ...], words: str, coun
         autopar.plan(model, count, inputs, autopar.Stages(count, "ddp"), microbatches=2)
 
 
+@pytest.mark.slow
 def test_more_stages_than_blocks_are_refused() -> None:
     model, inputs = gpt()
     refused(model, inputs, "8 stages of a model with 4 repeated blocks.*fewer stages", 8)
 
 
+@pytest.mark.slow
 def test_a_stage_without_trained_parameters_is_refused() -> None:
     model, inputs = gpt()
     for module in (model.embed, model.place, model.blocks[0]):

@@ -440,6 +440,7 @@ USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow_cells("joined")
 @pytest.mark.slow_cells("cast", "cut from behind", "cut", "joined to nothing", "viewed")
 @pytest.mark.parametrize("name", USES)
 def test_a_size_that_depends_on_the_data_is_refused_whatever_uses_it(name: str) -> None:
@@ -459,6 +460,7 @@ def test_an_error_of_export_is_chained() -> None:
     assert caught.value.__cause__ is not None
 
 
+@pytest.mark.slow
 def test_large_models_are_traced_on_the_meta_device() -> None:
     """Llama-3-8B widths, 4 of 32 layers: 4.0 GB of weights, none of which exist."""
     with torch.device("meta"):

@@ -103,6 +103,7 @@ def test_torch_looks_at_masks_again_after_a_trace() -> None:
     assert module._detect_is_causal_mask(CAUSAL) and not module._detect_is_causal_mask(OTHER)
 
 
+@pytest.mark.slow
 def test_padding_that_an_encoder_in_eval_takes_out_is_refused() -> None:
     """It packs the samples without gradients, and puts zeros where they are padded."""
 
@@ -246,6 +247,7 @@ doubled.register_autograd(
 )
 
 
+@pytest.mark.slow_cells("cast")
 @pytest.mark.slow_cells("clipped by norm", "clipped", "mixed", "own")
 @pytest.mark.parametrize("mode", WAYS)
 def test_the_backward_of_a_custom_op(mode: str) -> None:

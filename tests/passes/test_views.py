@@ -67,6 +67,7 @@ def test_factors_multiply_up_to_the_dims_and_run_in_the_same_order() -> None:
         assert kept[0] == kept[1], note
 
 
+@pytest.mark.slow
 def test_a_split_factor_commutes_with_the_view() -> None:
     draw, count = random.Random(1), 0
     for _ in range(RESHAPES):

@@ -92,6 +92,7 @@ def check_estimates(name: str, layout: str, optimizer: str) -> None:
         assert one.seconds == pytest.approx(other.seconds, rel=0.01, abs=1e-9), rung
 
 
+@pytest.mark.slow_cells("odd_block-fsdp-sgd")
 @pytest.mark.slow_cells("gpt-megatron-sp-adamw", "llama-fsdp-adamw", "two_runs-auto-adamw")
 @pytest.mark.parametrize(
     ("name", "layout", "optimizer"),

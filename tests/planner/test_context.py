@@ -55,6 +55,7 @@ def holds(name: str, ranks: int, layout: Layouts, **changes: Any) -> None:
     assert max(check.loss_error, check.grad_error, check.step_error) < LIMIT
 
 
+@pytest.mark.slow_cells("llama-cp")
 @pytest.mark.slow_cells(
     "*-contiguous cp x megatron", "*-cp on 8", "*-cp x 4d", "*-cp x fsdp on 8", "bert-*",
     "gemma2-*", "gemma3-*", "gpt2-*", "llama-contiguous cp", "llama-cp x fsdp",
@@ -66,6 +67,7 @@ def test_parity_of_context_parallelism(name: str, layout: str) -> None:
     holds(name, *LAYOUTS[layout])
 
 
+@pytest.mark.slow_cells("llama-heads x megatron")
 @pytest.mark.slow_cells(
     "*-heads x 4d", "*-heads x fsdp", "*-heads", "bert-*", "gemma3-*", "gpt2-*", "mistral-*",
     "t5-*",
@@ -76,6 +78,7 @@ def test_parity_where_ranks_exchange_the_sequence_for_heads(name: str, layout: s
     holds(name, *HEADS[layout])
 
 
+@pytest.mark.slow_cells("gpt2")
 @pytest.mark.slow_cells("bert", "t5")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5"])
 def test_dropout_where_queries_are_split(name: str) -> None:
@@ -94,6 +97,7 @@ def attentions(plan: Plan, operand: int = 0) -> list[Layout]:
     return [layout for layout in found if layout is not None]
 
 
+@pytest.mark.slow_cells("False")
 @pytest.mark.slow_cells("True")
 @pytest.mark.parametrize("strided", [True, False])
 def test_ranks_take_runs_of_tokens_in_turns(strided: bool) -> None:
@@ -155,6 +159,7 @@ def test_blocks_hold_every_key_that_is_seen(band: Band, places: Any, monkeypatch
                 assert band.hides(rows, columns, places) or seen == set(columns)
 
 
+@pytest.mark.slow_cells("2-4", "4-4")
 @pytest.mark.parametrize(("ranks", "heads_of_keys"), [(2, 4), (4, 4), (4, 2)])
 def test_a_rank_has_the_whole_sequence_of_its_heads(ranks: int, heads_of_keys: int) -> None:
     """8 heads, 4 of keys or 2, which are repeated before attention."""
@@ -165,6 +170,7 @@ def test_a_rank_has_the_whole_sequence_of_its_heads(ranks: int, heads_of_keys: i
 
 
 # -- long sequences --------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_long_sequence_fits_on_8_ranks() -> None:
     """One of 131,072 tokens: planned on meta tensors within 16 GiB, and no rank makes a tensor of
     tokens by tokens.
@@ -203,6 +209,7 @@ def test_a_model_without_a_sequence_is_refused() -> None:
         autopar.plan(nn.Linear(8, 8), 4, (torch.ones(4, 8),), layout="cp")
 
 
+@pytest.mark.slow
 def test_heads_that_no_axis_divides_are_refused() -> None:
     model, _, kwargs = models.llama()
     says = r"axis context of 16 ranks on the heads of attention, and \w+ has 4 × 2, of which"
@@ -215,6 +222,7 @@ def test_heads_that_no_axis_divides_are_refused() -> None:
         autopar.plan(model, 16, kwargs, layout=GridContext(4, "megatron", "heads"))
 
 
+@pytest.mark.slow
 def test_attention_that_is_no_op_has_no_heads_to_split() -> None:
     """Gemma 2 caps its scores between two products."""
     model, _, kwargs = models.gemma2()
@@ -235,6 +243,9 @@ def test_ranks_that_context_does_not_divide_are_refused() -> None:
 
 
 # -- beside experts --------------------------------------------------------------------------------
+@pytest.mark.slow_cells(
+    "4-GridContext(context=2, within=GridEP(data=1, expert=2, tensor=1, sequence=True), attention='strided')",
+)  # fmt: skip
 @pytest.mark.slow_cells("8-*")
 @pytest.mark.parametrize(
     ("ranks", "layout"),

@@ -112,6 +112,7 @@ def test_steps_and_peaks_are_those_of_the_whole(name, layout):
     check_against_whole(program, deep, world)
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.parametrize("layout", ["fsdp", "megatron"])
 def test_blocks_that_come_in_turns_are_units(layout: str) -> None:
     world, model = World.preset("dgx-h100", ranks=4), InTurns(2 * 10 + 1)
@@ -225,6 +226,7 @@ def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
     assert too_low == []
 
 
+@pytest.mark.slow_cells("True")
 @pytest.mark.slow_cells("False")
 @pytest.mark.parametrize("overlap", [False, True])
 def test_another_plan_is_found_where_blocks_cannot_make_up_for_an_estimate(too_low, overlap):

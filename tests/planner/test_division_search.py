@@ -29,6 +29,7 @@ def planned(layout: str, count: int) -> autopar.Plan:
     )
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.slow_cells("ddp", "megatron-sp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron-sp"])
 def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
@@ -55,6 +56,7 @@ def test_every_gradient_is_held_between_parts(ranks: int) -> None:
     assert plan.memory.gradients >= 0.99 * plan.memory.parameters
 
 
+@pytest.mark.slow
 def test_sums_and_the_optimizer_come_once() -> None:
     one, four = planned("ddp", 1), planned("ddp", 4)
     assert four.comm_bytes == pytest.approx(one.comm_bytes, rel=1e-3)
@@ -75,6 +77,7 @@ def test_what_is_gathered_is_gathered_in_every_part() -> None:
     assert scatters[1] == pytest.approx(scatters[0], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_scattered_sums_come_in_every_part_where_they_have_no_room() -> None:
     free = planned("fsdp", 4)
     with torch.device("meta"):

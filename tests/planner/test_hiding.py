@@ -73,6 +73,7 @@ def test_the_sum_is_not_what_a_step_takes() -> None:
     assert first.plan.bound <= least
 
 
+@pytest.mark.slow
 def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
     held = MidstepMemory(program(), "adamw")
     sizes = [activation_bytes(held, one.plan) for one in several()]
@@ -172,6 +173,7 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_whole(
     assert found == ["b", "c", "a"] and looked == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2

@@ -161,6 +161,7 @@ def _names() -> list[Any]:
     return cases
 
 
+@pytest.mark.slow_cells("gpt-4-4d")
 @pytest.mark.slow_cells(
     "*-16-*", "gpt-4-megatron-sp", "gpt-8-2.5d", "gpt-8-atp", "gpt2*", "llama-*", "t5*",
 )  # fmt: skip
@@ -227,6 +228,7 @@ def test_hsdp_stores_whole_replicas_of_shards_and_splits_the_sequence() -> None:
         assert norm.layout == f"replicate→dim 0, shard→dim 0, {stream}"
 
 
+@pytest.mark.slow_cells("even_chain-Grid25D(q=4, d=4, panels=True)")
 @pytest.mark.slow_cells("even_chain-Grid25D(q=8*", "odd_chain-*")
 @pytest.mark.parametrize("grid", [Grid25D(4, 4), Grid25D(8)], ids=str)
 @pytest.mark.parametrize("name", ["even_chain", "odd_chain"])
@@ -247,6 +249,7 @@ def test_4d_with_an_odd_chain_and_with_an_uneven_weight(name: str, grid: Layouts
     holds(name, 16, grid)
 
 
+@pytest.mark.slow_cells("8-Grid2D(d1=4, d2=2, first='column')")
 @pytest.mark.slow_cells("16-*", "8-megatron-sp", "8-megatron")
 @pytest.mark.parametrize(
     ("ranks", "layout"),
@@ -279,6 +282,7 @@ def test_panels_come_twice_where_gathers_are_kept() -> None:
     assert count == [4 * models.LAYERS, 0]
 
 
+@pytest.mark.slow_cells("gpt")
 @pytest.mark.slow_cells("llama")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_25d_without_panels(name: str) -> None:
@@ -332,6 +336,7 @@ def most_digits(plan: Plan) -> int:
     return max(len(x.digits(dim)) for x in layouts for dim in range(len(x.shape)))
 
 
+@pytest.mark.slow_cells("gpt-ddp")
 @pytest.mark.slow_cells("gpt-3d", "gpt-4d", "gpt-fsdp", "gpt-megatron-sp", "gpt-megatron", "t5-4d")
 @pytest.mark.parametrize(("name", "layout"), [*(("gpt", one) for one in CROWDED), ("t5", "4d")])
 def test_three_axes_on_one_dim(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,7 +387,7 @@ def test_grids_on_eight_processes(tmp_path: Path) -> None:
             [
                 "axis x of 3 ranks",
                 "9 of 9 products",
-                "qkv (k = 64, n = 3 × 8 × 8)",
+                "qkv (k = 64, n = 3 × 8 × 8 stays whole)",
                 "; use an axis",
             ],
         ),
@@ -390,7 +395,7 @@ def test_grids_on_eight_processes(tmp_path: Path) -> None:
         (
             1031,
             "megatron",
-            ["axis tp of 1031 ranks", "blocks.0.up (k = 64, n = 256)", "other sizes"],
+            ["axis tp of 1031 ranks", "blocks.0.up (k = 64 stays whole, n = 256)", "other sizes"],
         ),
         (
             2062,

@@ -74,6 +74,7 @@ def test_without_a_folder_nothing_is_kept(
     assert searches.count == 2 and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_a_plan_depends_on_names_its_file(folder: Path, searches: Searches) -> None:
     planned()
     slower = World.of(4)

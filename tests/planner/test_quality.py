@@ -9,11 +9,13 @@ from benchmarks.planning import quality
 from benchmarks.planning.__main__ import named
 
 
+@pytest.mark.slow
 def test_a_gpt_sends_less_over_the_link_than_a_two_level_sum_of_its_gradients() -> None:
     found = quality.gpt()
     assert 50 < found["MB"] < quality.TWO_LEVEL_MB
 
 
+@pytest.mark.slow
 def test_by_the_peers_own_prices_less_is_moved_than_by_the_peer() -> None:
     """Sums of gradients in float32; the price of the plan is as good as proven to be the least."""
     world = quality.by_peers_prices()

@@ -25,6 +25,7 @@ def program() -> Program:
     return analysed(model, args, kwargs)
 
 
+@pytest.mark.slow
 def test_shares_are_bounded_as_each_by_itself(program: Program) -> None:
     """What a share leaves of the seconds, and the options near the least, hang on no neighbour."""
     world = World.preset("ethernet-25g", 16)

@@ -65,6 +65,7 @@ def equals_trying_everything(seed: int) -> None:
     assert max(found.bound, *bounds_of(found)) <= exact * (1 + 1e-5), seed
 
 
+@pytest.mark.slow_cells("0")
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=slow) for n in range(10, 200, 10))])
 def test_search_and_bound_against_trying_everything(first: int) -> None:
     for seed in range(first, first + 10):
@@ -216,6 +217,7 @@ def states_of(kind: Kind, states: tuple[int, ...]) -> list[int]:
     return sorted({s if kind.element.gradient or s != WHOLE else REPLICATED for s in states})
 
 
+@pytest.mark.slow_cells("x2.y4")
 @pytest.mark.slow_cells("w2.x2.y2.z2", "x2.y2.z4")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_moves_cost_no_more_than_conversions(mesh: str) -> None:
@@ -293,6 +295,7 @@ def test_a_batch_of_64_on_256_ranks() -> None:
     assert plan is not None and plan.mesh.size == 256
 
 
+@pytest.mark.slow
 def test_fewer_heads_than_ranks_are_planned() -> None:
     """4 heads of keys and values on 16 ranks."""
     world = World.preset("dgx-h100", 16)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import autopar
 import models
 from autopar.ir.mesh import Mesh
@@ -21,6 +23,7 @@ def most_options(layers: int) -> int:
     return max(len(region.options.items) for region in search.regions.all)
 
 
+@pytest.mark.slow
 def test_blocks_that_share_a_bias_do_not_multiply_their_options() -> None:
     """Every block of T5 masks the one bias of all."""
     assert most_options(2) == most_options(4)

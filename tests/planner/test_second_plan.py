@@ -61,6 +61,7 @@ def within(limit: float | None, layout: str = "auto") -> PlanRequest:
     return PlanRequest(layout, Budget(limit), overlap=True)
 
 
+@pytest.mark.slow
 def test_the_same_request_again_works_out_nothing(calls: Counter[str]) -> None:
     traced = program(models.gpt)
     first = search_plan(traced, WORLD, within(None)).plan
@@ -97,6 +98,7 @@ def test_another_world_pays_for_its_searches_alone(calls: Counter[str]) -> None:
     assert found == search_plan(program(), other, within(None)).plan
 
 
+@pytest.mark.slow
 def test_named_layouts_of_a_report_share_one_graph_of_factors(calls: Counter[str]) -> None:
     model, args, _ = models.gpt()
     plan = autopar.plan(model, WORLD, args, smaller=False)

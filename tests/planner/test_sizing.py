@@ -19,6 +19,7 @@ from autopar.planner.world_size import _halves, _seconds_if_as_fast, _times
 from models import gpt, mlp
 
 
+@pytest.mark.slow
 def test_a_smaller_world_that_is_as_fast_is_named() -> None:
     model, args, _ = mlp()
     plan = autopar.plan(model, 4, args)
@@ -49,6 +50,7 @@ def test_no_smaller_world_where_computing_is_all() -> None:
     assert autopar.plan(model, world, args).smaller is None
 
 
+@pytest.mark.slow
 def test_a_smaller_world_is_as_fast_as_the_step_that_hides() -> None:
     """One rank is faster than the sum of four ranks' seconds, but not than their step."""
     model, args, _ = gpt()

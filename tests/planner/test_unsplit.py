@@ -132,6 +132,7 @@ class Wave(nn.Module):
         return F.cross_entropy(self.last(x.relu()), y)
 
 
+@pytest.mark.slow
 def test_auto_says_that_fewer_ranks_would_be_as_fast_where_it_splits_nothing() -> None:
     inputs = torch.randn(8, 1, 64), torch.randint(32, (8, 64))
     plan = autopar.plan(Wave(), 4, inputs)
@@ -221,6 +222,7 @@ class ConvNext(nn.Module):
         return self.block(self.down(self.block(self.stem(x), 0)), 1).square().mean()
 
 
+@pytest.mark.slow
 def test_convolutions_of_the_residual_stream_may_split_their_channels_under_megatron() -> None:
     with torch.device("meta"):
         model, inputs = ConvNext(192), (torch.empty(32, 3, 224, 224),)

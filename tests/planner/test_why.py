@@ -26,6 +26,7 @@ def text(answer: Why) -> str:
     return captured.get()
 
 
+@pytest.mark.slow_cells("megatron")
 @pytest.mark.slow_cells("auto")
 @pytest.mark.parametrize("layout", ["auto", "megatron"])
 def test_what_runners_up_cost_more(layout: str) -> None:

@@ -93,6 +93,7 @@ def test_the_best_of_what_was_tried_is_advised(tool: str) -> None:
     assert again.overlapped == advice.plan.overlapped
 
 
+@pytest.mark.slow
 def test_the_gain_is_that_of_the_own_plan_and_names_what_is_beyond() -> None:
     model, inputs = model_and_tokens(rows=2)  # few rows: data parallelism alone is no way
     advice = advise(model, WORLD, inputs, "deepspeed")
@@ -154,6 +155,7 @@ def test_less_memory_shards_and_recomputes() -> None:
     assert unfit
 
 
+@pytest.mark.slow
 def test_what_a_tool_holds_beside_the_plan_counts() -> None:
     model, inputs = model_and_tokens()
     megatron = TOOLS["megatron"]
@@ -169,6 +171,7 @@ def test_what_a_tool_holds_beside_the_plan_counts() -> None:
     assert (tight.degrees, tight.plan.peak_bytes) != (free.degrees, free.plan.peak_bytes)
 
 
+@pytest.mark.slow
 def test_errors_say_what_to_do() -> None:
     model, inputs = model_and_tokens()
     with pytest.raises(PlanError, match=r"no exporter for 'alpa': there are megatron, torchtitan"):

@@ -94,6 +94,7 @@ def test_what_does_not_fit_is_said_in_short(plan: Plan) -> None:
     assert "; ddp do not fit the memory" in facts.why_text(plan, others)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_said() -> None:
     odd = autopar.plan(model(), WORLD, (torch.ones(8, 64),), smaller=False)
     others = {other.layout: other for other in alternatives.alternatives(odd)}

@@ -187,6 +187,7 @@ def test_what_the_plan_makes_again_is_not_saved(ranks: int, layout: str, recompu
     assert most <= max(least, plan.memory.peak - states)
 
 
+@pytest.mark.slow
 def test_gathers_of_the_backward_are_issued_ahead() -> None:
     run, _ = run_and_peak(planned(4, "fsdp", "gathers"), ("schedule",))
     assert run.backward is not None
@@ -201,6 +202,7 @@ def test_gathers_of_the_backward_are_issued_ahead() -> None:
     assert early >= 6  # of the eight products
 
 
+@pytest.mark.slow
 def test_a_scheduled_graph_is_listed_with_its_collectives() -> None:
     run, _ = run_and_peak(planned(4, "fsdp", "gathers"), ("schedule",))
     assert run.forward is not None and run.backward is not None

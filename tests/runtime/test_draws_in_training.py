@@ -19,6 +19,7 @@ def same(actual: dict[str, list[float]], alone: list[float]) -> None:
     assert actual and len(set(alone[:STEPS])) == STEPS  # every step draws anew
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
     same(launched(tmp_path, 2, "vae", script="draw_ranks.py")["vae"], run("vae", 1))
 

@@ -341,6 +341,7 @@ def test_distributed_inputs_that_lie_otherwise(two_ranks: None) -> None:
     torch.testing.assert_close(par.shard(rows().fill_(2)).to_local(), torch.full((6, 24), 2.0))
 
 
+@pytest.mark.slow
 def test_each_mode_has_its_graph(two_ranks: None) -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.Dropout(0.5)).train()
     par = parallel(model, (rows(),))

@@ -49,6 +49,7 @@ def test_fixed_cases(team: Team, place: int) -> None:
         assert result.kind == "ok", f"{line}: {result.kind} {result.said}"
 
 
+@pytest.mark.slow_cells("dropout drawn twice")
 @pytest.mark.slow_cells("a table that outgrows memory")
 @pytest.mark.parametrize("name", MENDED)
 def test_mended_cases(team: Team, name: str) -> None:

@@ -115,6 +115,7 @@ def test_a_copy_trains_apart(par: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_copy_has_hooks_of_its_own_and_outlives_the_first() -> None:
     x, seen = torch.ones(4, 8), list[Any]()
     first = autopar.parallelize(Net(), 1, (x,))
@@ -225,6 +226,7 @@ def test_what_no_graph_can_know_is_refused_by_name(facts: Facts) -> None:
     assert "InputError: parameter 0.weight is a Parameter of" in found["a plain parameter"]
 
 
+@pytest.mark.slow
 def test_ranks_whose_modules_differ_all_hear_of_it(facts: Facts) -> None:
     everyones = facts("differ")["said"]
     assert len(everyones) == 2

@@ -101,6 +101,7 @@ def refused(program: Program) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow_cells("fsdp")
 @pytest.mark.slow_cells("ddp")
 @pytest.mark.parametrize("name", [*NAMED, "x2.y2 0", "x2.y2 2"])
 def test_what_is_not_broken_is_right(name: str) -> None:

@@ -47,6 +47,7 @@ def test_an_odd_model_is_right_on_all_ranks(name: str) -> None:
 # -- ops without a rule ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_op_that_no_rule_and_no_trial_can_split_is_listed_once() -> None:
     def body(model: Any, x: Tensor) -> Tensor:
         y = model.up(x)

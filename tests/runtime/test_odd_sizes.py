@@ -35,6 +35,7 @@ class Classes(nn.Module):
         return F.cross_entropy(logits, labels, weight=self.weight, **self.options)
 
 
+@pytest.mark.slow_cells("weighted-0.2-mean")
 @pytest.mark.slow_cells(
     "plain*", "weighted-0.0-mean", "weighted-0.0-none", "weighted-0.0-sum", "weighted-0.2-none",
     "weighted-0.2-sum",
@@ -97,6 +98,7 @@ def _odd_sizes(heads: int, vocabulary: int, batch: int) -> tuple[nn.Module, tupl
     return OddSizes(heads, vocabulary), (tokens, tokens.roll(-1, 1))
 
 
+@pytest.mark.slow_cells("6-36-3")
 @pytest.mark.slow_cells("5-36-12", "5-37-3", "6-37-12")
 @pytest.mark.parametrize(
     ("heads", "vocabulary", "batch"), [(5, 36, 12), (6, 37, 12), (6, 36, 3), (5, 37, 3)]
@@ -171,6 +173,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow_cells("bert float")
 @pytest.mark.slow_cells("bert bool", "bert int", "t5 int")
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_is_masked_the_same_on_all_ranks(name: str) -> None:

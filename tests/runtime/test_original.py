@@ -141,6 +141,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow_cells("channels")
 @pytest.mark.slow_cells("probabilities", "rrelu")
 @pytest.mark.parametrize("name", DRAWS)
 def test_the_order_of_memory_in_which_numbers_are_drawn_is_no_difference(name: str) -> None:

@@ -66,6 +66,7 @@ def test_losses_that_sum_over_all_classes_leave_the_padding_out(kind: str) -> No
     autopar.verify(model, None, (ids, ids.roll(1, 1)), layout=plan)
 
 
+@pytest.mark.slow
 def test_micro_batches_and_recomputed_blocks() -> None:
     model, inputs = padded_models.gpt2()
     for options in ({"microbatches": 2}, {"recompute": "full"}):
@@ -106,6 +107,7 @@ def test_a_vocabulary_of_50257_moves_what_50304_moves(ranks: int, layout: str, a
         assert {(x.size, x.padded) for x in uneven.padding} == {(50257, -(-50257 // ranks) * ranks)}
 
 
+@pytest.mark.slow
 def test_sizes_that_divide_are_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from autopar.planner import padding
 
@@ -114,6 +116,7 @@ def test_sizes_that_divide_are_searched_once(monkeypatch: pytest.MonkeyPatch) ->
     assert not autopar.plan(model, 4, inputs, layout="megatron").padding
 
 
+@pytest.mark.slow
 def test_the_plan_says_what_is_padded_and_a_file_keeps_it(tmp_path: Path) -> None:
     model, inputs = padded_models.gpt2()
     plan = autopar.plan(model, 4, inputs, layout="megatron", smaller=False)
@@ -153,6 +156,7 @@ def test_what_is_too_small_is_not_padded() -> None:
     assert not plan.padding
 
 
+@pytest.mark.slow_cells("2-ep-mixtral")
 @pytest.mark.slow_cells("*-gpt_oss", "*-qwen3_moe", "4-*")
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "qwen3_moe"])
 @pytest.mark.parametrize(

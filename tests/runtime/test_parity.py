@@ -139,6 +139,7 @@ def test_ddp_keeps_parameters_whole_and_splits_the_batch(name: str) -> None:
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
 
 
+@pytest.mark.slow_cells("gpt2")
 @pytest.mark.slow_cells("bert", "llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
 def test_fsdp_splits_every_parameter_and_the_batch(name: str) -> None:

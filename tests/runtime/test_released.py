@@ -20,6 +20,7 @@ class Sum(nn.Module):
         return x.sum()
 
 
+@pytest.mark.slow_cells("2")
 @pytest.mark.slow_cells("1")
 @pytest.mark.parametrize("count", [1, 2])
 def test_alone(count: int) -> None:

@@ -124,6 +124,7 @@ def test_a_backward_that_runs_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # -- plans -----------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
     model, inputs = gpt()
     plan = autopar.plan(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
@@ -136,6 +137,7 @@ def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
     assert read == plan and read.schedule == "1f1b"
 
 
+@pytest.mark.slow
 def test_a_report_draws_the_pipeline_and_says_how_many_ranks_there_are(tmp_path: Path) -> None:
     model, inputs = gpt()
     plan = autopar.plan(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
@@ -167,6 +169,7 @@ def test_the_number_of_stages_is_found() -> None:
     assert len(seconds) == 5 and best.step_seconds == pytest.approx(min(seconds))
 
 
+@pytest.mark.slow
 def test_more_micro_batches_leave_a_smaller_bubble() -> None:
     model, inputs = gpt()
     plans = [autopar.plan(model, 2, inputs, Stages(2, "ddp"), microbatches=n) for n in (2, 8)]
@@ -175,6 +178,7 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
     assert len(waits) == 2 and waits[0] > waits[1]
 
 
+@pytest.mark.slow_cells("within")
 @pytest.mark.parametrize(
     ("layout", "options", "error", "words"),
     [

@@ -51,6 +51,7 @@ def chunked(layout: Layout, coordinate: dict[str, int]) -> torch.Tensor:
     return part
 
 
+@pytest.mark.slow_cells("grouped_queries-x3.y2")
 @pytest.mark.slow_cells(
     "gated_products-data2.x2.y2", "gated_products-x2.y2", "gated_products-x2.y4",
     "grouped_queries-x2.y2", "queries_keys_values-x2.y2", "tied_and_fused-data2.x2.y2",

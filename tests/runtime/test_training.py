@@ -104,6 +104,7 @@ def test_scheduled_graphs_equal_unscheduled_ones_to_the_bit(tmp_path: Path) -> N
     assert all(text.startswith(start) for text in facts["orders differ"]), facts["orders differ"]
 
 
+@pytest.mark.slow
 def test_planned_at_the_first_call(tmp_path: Path) -> None:
     first = launched(tmp_path, 2, "deferred")["deferred"]
     assert first["early"].startswith("InputError: the parameters are known after the first call")

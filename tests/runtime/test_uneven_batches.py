@@ -68,6 +68,7 @@ def test_ops_that_mix_rows_leave_the_batch_as_it_is(name: str) -> None:
         autopar.plan(model, 4, inputs, layout="ddp")
 
 
+@pytest.mark.slow_cells("4")
 @pytest.mark.slow_cells("8")
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_batch_norms_keep_the_batch_as_it_is(ranks: int) -> None:
@@ -84,6 +85,7 @@ def test_dropout_drops_the_same_in_rows_that_are_no_copies() -> None:
     assert [(each.size, each.padded) for each in plan.padding] == [(7, 8)]
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_the_first_dim_are_padded_without_draws_alone() -> None:
     def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return (torch.nn.functional.dropout(x.T, model.rate) * y.T).mean()

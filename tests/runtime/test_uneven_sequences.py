@@ -74,6 +74,7 @@ def refused(case: Case, layout: Layouts = "cp") -> None:
         autopar.plan(case[0], 4, case[1], layout=layout)
 
 
+@pytest.mark.slow
 def test_attention_to_later_tokens_leaves_the_sequence_as_it_is() -> None:
     refused(uneven_sequences.layer(7, COUNTED["mean"], causal=False))
     refused(uneven_sequences.bert(7))
@@ -84,6 +85,7 @@ def test_weights_of_attention_that_are_dropped_leave_the_sequence_as_it_is() -> 
     refused(uneven_sequences.layer(7, COUNTED["mean"], dropout=0.1))
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_file_pads_the_same_tokens() -> None:
     model, inputs = uneven_sequences.llama(6)
     plan = autopar.plan(model, 4, inputs, layout="cp")
@@ -99,6 +101,7 @@ def test_four_ranks_train_on_seven_tokens(tmp_path: Path) -> None:
     assert max(facts["errors"]) < 1e-9
 
 
+@pytest.mark.slow
 def test_layouts_without_contexts_pad_no_sequence() -> None:
     model, inputs = uneven_sequences.llama(7)
     for layout in ("megatron-sp", "auto"):

@@ -218,6 +218,7 @@ def test_what_is_zero_but_for_rounding_raises_no_alarm() -> None:
     assert autopar.verify(model, 4, (rows(),), layout="ddp").step_error < 1e-9
 
 
+@pytest.mark.slow
 def test_a_plan_that_looks_at_memory_is_verified_too() -> None:
     """Its peak is worked out in the model's own dtype; the ranks compute in float64."""
     model = Llama(Sizes("llama", 2, 32, 4, 64, 16, 4, 64))  # it makes cosines in its own dtype

@@ -13,6 +13,7 @@ from autopar.planner import edit
 from autopar.runtime import apply as applying
 
 
+@pytest.mark.slow_cells("world-40")
 @pytest.mark.slow_cells("plan-40")
 @pytest.mark.parametrize("count", [40, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["plan", "world"])
@@ -35,6 +36,7 @@ def test_the_mutator_reports_raw_errors(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(failed) == counts["world: RAW"] == 3 and "KeyError" in failed[0]
 
 
+@pytest.mark.slow
 def test_the_mutator_reports_a_plan_that_computes_something_else(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -51,6 +53,7 @@ def test_the_mutator_reports_a_plan_that_computes_something_else(
         trial.plan(data)
 
 
+@pytest.mark.slow
 def test_panels_leave_operands_alone_that_are_gathered_on_both_axes(tmp_path: Path) -> None:
     """What the mutator found: such an edited plan of 2.5D ended in an assertion."""
     trial, documents = mutate_files.Trial(tmp_path), mutate_files.documents_of_plans()
