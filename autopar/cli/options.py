@@ -59,7 +59,8 @@ BatchOption = Annotated[
 ]
 LAYOUT_HELP = (
     "auto, ddp, fsdp, megatron, megatron-sp, cp, atp, 3d, 4d, 2.5d; or a grid: atp:4,2, 3d:2,2,2, "
-    "4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, hsdp:shard=4,tensor=2, ep:data=2,expert=4, cp:2."
+    "4d:x=2,y=2,z=2,data=2, 2.5d:q=2,d=2, hsdp:shard=4,tensor=2, ep:data=2,expert=4, cp:2; or "
+    "stages: pp, pp:4,fsdp."
 )
 LayoutOption = Annotated[
     str,

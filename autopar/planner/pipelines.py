@@ -149,10 +149,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     alone = dataclasses.replace(plan, interleaved=False, context=None)
     whole = dataclasses.replace(context.program, plan=alone)
     runs = _runs(whole, context.source.module.graph, asked, like)
-    # a plan with a budget must fit; what was shared or read has fitted before
-    run, memory = _fastest_that_fits(
-        runs, None if request.budget is None else _limit(request, plan)
-    )
+    run, memory = _fastest_that_fits(runs, limit := _limit(request))
     pipeline, step = run.pipeline, run.step
     most = max(memory, key=lambda each: each.peak)
     planned = dataclasses.replace(
@@ -168,7 +165,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         bound=0.0,
         memory=most,
         peak_bytes=most.peak,
-        device_limit=_limit(request, plan),
+        device_limit=limit if like is None else like.device_limit,
         smaller=None,
         notes=(*plan.notes, *_notes(run, memory)),
     )
@@ -351,12 +348,12 @@ def _memory_of_rank(
     return most
 
 
-def _limit(request: PlanRequest, plan: Plan) -> float | None:
-    """Return what a device may hold, of a budget, or of a plan without one, that is for the ranks
-    of all stages; None for no limit.
+def _limit(request: PlanRequest) -> float | None:
+    """Return what a device may hold, of a budget that is for the ranks of all stages; None for no
+    limit.
     """
     assert request.stages is not None
-    limit = plan.device_limit if request.budget is None else request.budget.memory_bytes
+    limit = request.memory_bytes
     return None if limit is None else limit / _count(request.stages)
 
 

@@ -323,12 +323,16 @@ class PlanRequest:
     @staticmethod
     def like(plan: Plan, layout: Layouts | None, budget: Budget | None) -> PlanRequest:
         """Return the request for another plan that sums gradients, hides communication and hands
-        out its outputs as `plan` does.
+        out its outputs as `plan` does. `budget`: of one device; the request has that of the ranks
+        of all stages.
         """
         overlap = plan.overlapped is not None
         outputs: Outputs = "replicated" if plan.replicated_outputs else "sharded"
         summed, strided_from = plan.reduce_dtype, plan.strided_from
         stages = Stages.of(plan, plan.layout) if plan.stage_starts else None
+        if budget is not None and budget.memory_bytes is not None:
+            of_all = budget.memory_bytes * plan.pipeline.ranks
+            budget = dataclasses.replace(budget, memory_bytes=of_all)
         return PlanRequest(
             layout, budget, summed, overlap, outputs, stages=stages, plan_strided_from=strided_from
         )
