@@ -326,7 +326,7 @@ def test_below_autograd_nothing_is_recorded() -> None:
     assert (x * 2).requires_grad
 
 
-@covers("put_local", "fit_spec", "storage_key", "placings_of", "locals_of")
+@covers("put_local", "fit_placing", "storage_key", "placings_of", "locals_of")
 def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
     own = torch.zeros(4)
@@ -337,8 +337,8 @@ def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     placing = _compat.placing_of(x)
     assert _compat.placings_of([x, own]) == [placing, None]
     assert _compat.locals_of([x, x])[1] is _compat.local_of(x)
-    assert _compat.fit_spec(placing, torch.float32) is placing
-    fitted = _compat.fit_spec(placing, torch.bool)
+    assert _compat.fit_placing(placing, torch.float32) is placing
+    fitted = _compat.fit_placing(placing, torch.bool)
     assert _compat.from_part(own > 0, fitted).dtype == torch.bool
     assert placing.tensor_meta is not None and placing.tensor_meta.dtype == torch.float32
 
@@ -803,14 +803,14 @@ def test_graphs_are_written_out_when_they_are_called() -> None:
     assert module(torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
-@covers("masks_as_given")
+@covers("without_mask_detection")
 def test_transformers_do_not_look_at_masks() -> None:
     """Only a hint says that one is causal; a mask on the meta device could not be looked at."""
     from torch.nn.modules import transformer
 
     detect = transformer._detect_is_causal_mask
     mask = torch.empty(4, 4, device="meta")
-    with _compat.masks_as_given():
+    with _compat.without_mask_detection():
         assert transformer._detect_is_causal_mask(mask, None, 4) is False
         assert transformer._detect_is_causal_mask(mask, is_causal=True) is True
     assert transformer._detect_is_causal_mask is detect

@@ -4,7 +4,7 @@ graphs.
 Example: for a matmul in the third layer, `module_path(node)` is "blocks.2.mlp.up" and
 `block_of(node)` is "blocks.2"; `where(node)` is how an error message names it.
 
-The first part reads graphs, the second writes them: `made` and `computed` add calls whose
+The first part reads graphs, the second writes them: `add_node` and `add_call` add calls whose
 `meta["val"]` is set, `reorder` and `ordered` move nodes. show.py prints graphs.
 """
 
@@ -280,7 +280,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def made(
+def add_node(
     graph: fx.Graph,
     target: Callable[..., Any] | str,
     arguments: tuple[Any, ...],
@@ -294,7 +294,7 @@ def made(
     return node
 
 
-def computed(
+def add_call(
     graph: fx.Graph,
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -302,7 +302,7 @@ def computed(
 ) -> fx.Node:
     """Add a call and return it; its value is computed from the (fake) values of its operands."""
     values = fx.node.map_arg(arguments, lambda node: node.meta["val"])
-    return made(graph, target, arguments, target(*values, **(more or {})), more)
+    return add_node(graph, target, arguments, target(*values, **(more or {})), more)
 
 
 def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:

@@ -68,8 +68,9 @@ box.addEventListener("input", () => rows.forEach(
 class GraphNode:
     """A node: `kind` is "input", "call" or "output"; `operands` are names of nodes. `shape`: of a
     rank's part, where the graph has layouts; None for what is no single tensor. `layout`: its state
-    on every axis, and `whole`: the shape of all parts together; None before the rewrite. `reshard`:
-    the node communicates or changes a layout. `again`: it runs in the backward a second time.
+    on every axis, and `full_shape`: that of the unsharded tensor; None before the rewrite.
+    `reshard`: the node communicates or changes a layout. `again`: it runs in the backward a second
+    time.
     """
 
     name: str
@@ -79,7 +80,7 @@ class GraphNode:
     shape: tuple[int, ...] | None
     dtype: str | None
     layout: str | None
-    whole: tuple[int, ...] | None
+    full_shape: tuple[int, ...] | None
     subgraph: str
     module: str
     reshard: bool
@@ -142,7 +143,7 @@ def _facts(node: fx.Node) -> GraphNode:
     kind = {"placeholder": "input", "output": "output"}.get(node.op, "call")
     value, layout = node.meta.get("val"), node.meta.get("layout")
     shape = tuple(map(int, value.shape)) if isinstance(value, torch.Tensor) else None
-    whole = tuple(layout.shape) if isinstance(layout, Layout) else None
+    full_shape = tuple(layout.shape) if isinstance(layout, Layout) else None
     dtype = value.dtype if isinstance(value, torch.Tensor) else node.meta.get("dtype")
     if isinstance(layout, Layout):
         shape = tuple(layout.local_shape)
@@ -150,7 +151,7 @@ def _facts(node: fx.Node) -> GraphNode:
     return GraphNode(
         node.name, kind, name, tuple(n.name for n in node.all_input_nodes), shape,
         None if dtype is None else str(dtype).removeprefix("torch."),
-        None if layout is None else str(layout), whole,
+        None if layout is None else str(layout), full_shape,
         subgraph_of(node) if kind == "call" else "", module_path(node), communicates(node),
         bool(node.meta.get("again")),
     )  # fmt: skip
@@ -238,7 +239,7 @@ def _row(node: GraphNode, names: Collection[str] | None = None) -> str:
     )  # fmt: skip
     function = f"{'>> ' if node.reshard else ''}{node.function}"
     again = " (again in the backward)" if node.again else ""
-    shape = "" if node.shape is None else part_text(node.shape, node.whole)
+    shape = "" if node.shape is None else part_text(node.shape, node.full_shape)
     cells = [html.escape(node.name), html.escape(function + again), links, shape,
              node.dtype or "", coloured(node.layout or "")]  # fmt: skip
     cells += [] if names is None else [html.escape(node.subgraph)]

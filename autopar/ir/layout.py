@@ -184,11 +184,11 @@ class Layout:
         )
 
     # -- numbers -----------------------------------------------------------------------------------
-    def cut(self, whole: torch.Tensor, coordinate: dict[str, int]) -> torch.Tensor:
-        """Return the local part of the global tensor `whole` at `coordinate` (axis -> index). On a
-        P axis index 0 holds all of it, the others zeros.
+    def cut(self, unsharded: torch.Tensor, coordinate: dict[str, int]) -> torch.Tensor:
+        """Return the local part of the tensor `unsharded` at `coordinate` (axis -> index). On a P
+        axis index 0 holds all of it, the others zeros.
         """
-        part = whole
+        part = unsharded
         for dim in range(len(self.shape)):
             for axis, stride, size in reversed(self.digits(dim)):
                 inner = stride // math.prod(d.size for d in self.digits(dim) if d.stride < stride)

@@ -129,9 +129,9 @@ def part_box(
     layout: Layout, pads: Pads, coordinate: Mapping[str, int]
 ) -> tuple[tuple[int, int], ...]:
     """Return (start, length) in the unpadded tensor of a rank's part, for each dim."""
-    whole = unpadded_shape(layout.shape, pads)
+    unpadded = unpadded_shape(layout.shape, pads)
     box = []
-    for dim, (size, length) in enumerate(zip(whole, layout.local_shape, strict=True)):
+    for dim, (size, length) in enumerate(zip(unpadded, layout.local_shape, strict=True)):
         start = sum(coordinate[digit.axis] * digit.stride for digit in layout.digits(dim))
         start = min(start, size)
         box.append((start, min(length, size - start)))
@@ -139,19 +139,19 @@ def part_box(
 
 
 def cut_unpadded(
-    layout: Layout, whole: Tensor, pads: Pads, coordinate: Mapping[str, int]
+    layout: Layout, unpadded: Tensor, pads: Pads, coordinate: Mapping[str, int]
 ) -> Tensor:
-    """Return the part of the unpadded tensor `whole` that a rank holds."""
+    """Return the part of the tensor `unpadded` that a rank holds."""
     if not pads:
-        return layout.cut(whole, dict(coordinate))
+        return layout.cut(unpadded, dict(coordinate))
     for dim, (start, length) in enumerate(part_box(layout, pads, coordinate)):
-        whole = whole.narrow(dim, start, length)
-    return whole.clone(memory_format=torch.contiguous_format)
+        unpadded = unpadded.narrow(dim, start, length)
+    return unpadded.clone(memory_format=torch.contiguous_format)
 
 
 def join_unpadded(layout: Layout, parts: list[Tensor], pads: Pads) -> Tensor:
     """Return the unpadded tensor, of the parts of all ranks in their order."""
     if not pads:
         return layout.join(parts)
-    whole = layout.join([filled_up(part, layout.local_shape) for part in parts])
-    return without_padding(whole, pads)
+    unpadded = layout.join([filled_up(part, layout.local_shape) for part in parts])
+    return without_padding(unpadded, pads)

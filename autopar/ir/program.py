@@ -100,8 +100,8 @@ class Signature:
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    in_spec: pytree.TreeSpec  # of (args, kwargs)
-    out_spec: pytree.TreeSpec
+    in_tree: pytree.TreeSpec  # of (args, kwargs)
+    out_tree: pytree.TreeSpec
     fixed: tuple[
         tuple[int, Any], ...
     ] = ()  # (position, value) of the inputs that are no tensors: part of the trace

@@ -259,9 +259,13 @@ def size_text(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def part_text(part: Sequence[int], whole: Sequence[int] | None) -> str:
+def part_text(part: Sequence[int], unsharded: Sequence[int] | None) -> str:
     """Return the shape of a rank's part, with that of the whole where it differs: "4×4 of 4×16"."""
-    more = "" if whole is None or tuple(whole) == tuple(part) else f" of {size_text(whole)}"
+    more = (
+        ""
+        if unsharded is None or tuple(unsharded) == tuple(part)
+        else f" of {size_text(unsharded)}"
+    )
     return size_text(part) + more
 
 

@@ -243,7 +243,7 @@ def _open_group(mesh: Mesh, name: str, connection: _Connection, copies: int) -> 
 
 # -- errors of failed collectives ------------------------------------------------------------------
 # Words in the errors of gloo and NCCL for a peer that is gone, or that did not come in time.
-_TRANSPORT_ERROR = re.compile(
+_COMMUNICATION_ERROR = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|timed ?out|broken pipe|socket", re.IGNORECASE
 )
 _TIMED_OUT = re.compile(r"time ?d? ?out", re.IGNORECASE)
@@ -277,7 +277,7 @@ def explain(error: RuntimeError, collective: str = "") -> NoReturn:
 
     `collective` names the collective, where the caller knows it.
     """
-    heartbeat = pulse() if _from_transport(error) else None
+    heartbeat = pulse() if _is_communication_error(error) else None
     if heartbeat is None:
         raise error
     site = _failing_node(error)
@@ -294,10 +294,10 @@ def explain(error: RuntimeError, collective: str = "") -> NoReturn:
     ) from error
 
 
-def _from_transport(error: RuntimeError) -> bool:
+def _is_communication_error(error: RuntimeError) -> bool:
     """Whether an error comes from gloo or NCCL."""
     return isinstance(error, DistError) or (
-        type(error) is RuntimeError and bool(_TRANSPORT_ERROR.search(str(error)))
+        type(error) is RuntimeError and bool(_COMMUNICATION_ERROR.search(str(error)))
     )
 
 

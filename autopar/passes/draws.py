@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar._compat import LazyGraphModule
-from autopar.ir.graph import computed, copied, made
+from autopar.ir.graph import add_call, add_node, copied
 from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
 from autopar.ir.sharding_rule import bound
 from autopar.ops.rules.shapes import DRAWS
@@ -114,7 +114,7 @@ class _Draw:
         return self.arguments[name]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return computed(self.graph, target, args, kwargs)
+        return add_call(self.graph, target, args, kwargs)
 
     def replace(self, result: fx.Node) -> None:
         """Put a node in the place of the draw, in its dtype."""
@@ -129,7 +129,7 @@ class _Draw:
         """Add one of DRAWS; the last of `args` is its size."""
         options = {"dtype": dtype, "device": torch.device(self.value.device.type)}
         value = self.value.new_empty(args[-1], dtype=dtype)
-        return made(self.graph, target, args, value, options)
+        return add_node(self.graph, target, args, value, options)
 
     def uniform(
         self, dtype: torch.dtype | None = None, size: Sequence[int] | None = None
@@ -247,7 +247,7 @@ def _multinomial(draw: _Draw) -> None:
 
 
 def _item(draw: _Draw, results: fx.Node, index: int) -> fx.Node:
-    return made(draw.graph, operator.getitem, (results, index), results.meta["val"][index])
+    return add_node(draw.graph, operator.getitem, (results, index), results.meta["val"][index])
 
 
 def _recurrent(draw: _Draw) -> None:

@@ -143,7 +143,7 @@ def _lighter_groups(program: Program, plan: Plan) -> list[_Group]:
     groups = []
     for group in _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute}):
         products = [gathers.pop(node) for node in group.nodes if node in gathers]
-        fetches = [node for product in products for node in product.nodes[:-1]]
+        fetches = [node for matmul in products for node in matmul.nodes[:-1]]
         again = group.again.union(fetches)
         groups.append(_Group(group.target, (*fetches, *group.nodes), again))
     return [*gathers.values(), *groups]
@@ -162,7 +162,7 @@ def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
         if block_of(node) in names:
             rule = rules.get(node.meta.get("source", ""))
             fetches = (
-                _fetch_ops(node, on_stored) if rule is not None and rule.product is not None else []
+                _fetch_ops(node, on_stored) if rule is not None and rule.matmul is not None else []
             )
             if any(_fetches_weight(n) for n in fetches):
                 groups.append(_Group(regather_in_backward, (*fetches, node), frozenset(fetches)))
@@ -180,16 +180,16 @@ def _rerun_groups(program: Program, names: frozenset[str]) -> list[_Group]:
     ]
 
 
-def _fetch_ops(product: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
+def _fetch_ops(matmul: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
     """Return the ops between stored weights and the matmul, in the order of the graph."""
-    consumers = {product}
-    pending = [n for n in product.all_input_nodes if _is_matrix(n)]
+    consumers = {matmul}
+    pending = [n for n in matmul.all_input_nodes if _is_matrix(n)]
     while pending:
         node = pending.pop()
         if node.op == "call_function" and node in fixed and consumers.issuperset(node.users):
             consumers.add(node)
             pending.extend(node.all_input_nodes)
-    return sorted(consumers - {product})
+    return sorted(consumers - {matmul})
 
 
 def _is_matrix(node: fx.Node) -> bool:
@@ -214,7 +214,7 @@ def _tail_not_run_again(
     for node in reversed(unit):
         rule = specs.get(node.meta.get("source", ""))
         present = {i for i, dims in enumerate(rule.operands) if dims is not None} if rule else set()
-        free = rule is not None and rule.product is None and present in rule.linear
+        free = rule is not None and rule.matmul is None and present in rule.linear
         if not (free or "step" in node.meta or node.target is operator.getitem):
             break
         tail.add(node)

@@ -267,7 +267,7 @@ class _PlannedGraph:
                     values[self.places[output.target]].copy_(value)
             else:
                 leaves.append(value)
-        return pytree.tree_unflatten(leaves, signature.out_spec)
+        return pytree.tree_unflatten(leaves, signature.out_tree)
 
     def _renew_seed(self, device: Any) -> None:
         """Start anew after torch.manual_seed, as every graph of this process does. No two graphs

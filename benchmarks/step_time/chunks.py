@@ -41,7 +41,7 @@ from autopar.cost.simulator.graph_events import (
     graph_seconds,
     op_seconds,
 )
-from autopar.ir.graph import computed, copied
+from autopar.ir.graph import add_call, copied
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ops.process_groups import connect
 from autopar.passes.overlap import DerivedGraph, chunk, reinplace, schedule
@@ -80,7 +80,7 @@ def row_of_products(case: Case, ranks: int, group: str, count: int = _PRODUCTS) 
     x, *weights = (graph.placeholder(f"x{i}") for i in range(len(values)))
     for node, value in zip((x, *weights), values, strict=True):
         node.meta["val"] = value
-    add = functools.partial(computed, graph)
+    add = functools.partial(add_call, graph)
     for w in weights:
         x = _LINKS[case.kind](add, x, w, ranks, group)
     graph.output((x,))

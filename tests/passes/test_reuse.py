@@ -202,7 +202,7 @@ def test_what_cannot_be_compared_is_traced_again(how: str, exports: list[nn.Modu
     model = Doubtful(how)
     for _ in range(2):
         trace.trace(model, (rows().requires_grad_(),))
-    assert len(exports) == 2 and model not in reuse._KEPT
+    assert len(exports) == 2 and model not in reuse._TRACES
 
 
 def test_a_custom_function_that_comes_later_is_seen(exports: list[nn.Module]) -> None:
@@ -224,7 +224,7 @@ def test_nothing_of_a_model_is_kept_alive() -> None:
     model = Net()
     trace.trace(model, (rows(),))
     alive = weakref.ref(model), weakref.ref(model.up.weight)
-    assert model in reuse._KEPT
+    assert model in reuse._TRACES
     del model
     gc.collect()
     assert [ref() for ref in alive] == [None, None]

@@ -58,6 +58,6 @@ def recurrent(node: fx.Node) -> OpShardingRule:
         operands,
         results,
         sizes,
-        whole=frozenset(sizes) - {_SAMPLES},
+        unsharded=frozenset(sizes) - {_SAMPLES},
         flops=2.0 * rows * sum(matrices),
     )

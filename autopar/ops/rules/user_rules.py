@@ -40,10 +40,10 @@ def rule(
     pattern: str,
     *,
     sum: str = "",
-    whole: str = "",
+    unsharded: str = "",
     added: str = "",
     linear: tuple[str, ...] = (),
-    product: str | None = None,
+    matmul: str | None = None,
     example: tuple[Any, ...] | None = None,
 ) -> None:
     """Say how an `op` of your own may be split over ranks, and try it.
@@ -60,11 +60,11 @@ def rule(
     that have it are split there.
 
     - `sum`: factors that are summed, which results lack: they are partial sums where one is split.
-    - `whole`: factors that no axis may split, as those that the op sorts along.
+    - `unsharded`: factors that no axis may split, as those that the op sorts along.
     - `added`: the numbers of operands that are added once, such as a bias ("2").
     - `linear`: groups of operands through which partial sums pass, each operand ("0", "1") or
       several together ("0 1").
-    - `product`: the roles of a matmul's factors, "m | n | k", for its FLOPs and named layouts.
+    - `matmul`: the roles of a matmul's factors, "m | n | k", for its FLOPs and named layouts.
     - `example`: arguments to try it with, where it takes others than float tensors. Each factor
       that may be split has an even size of 4 or more.
 
@@ -76,8 +76,8 @@ def rule(
         raise InputError(f"autopar.rule: {target} has a rule of autopar's own")
     if pattern.count("->") != 1:
         raise InputError(f"autopar.rule: {pattern!r} is no pattern such as 'm k, k n -> m n'")
-    allowed: dict[str, Any] = {"sum": sum, "whole": whole, "added": added}
-    allowed |= {"linear": linear, "product": product}
+    allowed: dict[str, Any] = {"sum": sum, "unsharded": unsharded, "added": added}
+    allowed |= {"linear": linear, "matmul": matmul}
     build = sharding_rule.rule_builder(target, pattern, **allowed)
     TABLE[target] = _checked(target, pattern, build, example)
     said = "".join(f", {name}={value!r}" for name, value in allowed.items() if value)
@@ -121,7 +121,7 @@ def _checked(
 
 def _refuse_names(call: str, rule: OpShardingRule) -> None:
     """Raise InputError where a keyword names a factor that it cannot be said of."""
-    for name in sorted((rule.sum | rule.whole) - rule.sizes.keys()):
+    for name in sorted((rule.sum | rule.unsharded) - rule.sizes.keys()):
         raise InputError(f"{call}: no dim has the factor {name!r}")
     for name in sorted(rule.sum):
         if any(_has(dims, name) for dims in rule.results):
@@ -189,26 +189,26 @@ class _Trial:
         cotangents = [_random_like(x, seed) for seed, x in enumerate(run(operands))]
         self.op = TrialOp(run, tuple(x.is_floating_point() for x in operands))
         try:
-            whole = self.op.run(operands, cotangents)
+            unsharded = self.op.run(operands, cotangents)
         except Exception as error:
             if "no autograd formula was registered" not in str(error):
                 raise InputError(f"{call}: the backward fails on the example: {error}") from error
             self.op = TrialOp(run, (False,) * len(operands))  # an op of models that do not train
-            whole = self.op.run(operands, cotangents)
-        self.trial = Trial(operands, cotangents, whole)
+            unsharded = self.op.run(operands, cotangents)
+        self.trial = Trial(operands, cotangents, unsharded)
 
     def check(self) -> None:
         """Raise InputError where parts do not give the whole."""
-        whole = self.trial.whole
+        unsharded = self.trial.unsharded
         again = self.op.run(self.trial.operands, self.trial.cotangents)
-        if not all_near(again.tensors, whole.tensors):
+        if not all_near(again.tensors, unsharded.tensors):
             raise InputError(f"{self.call}: the op gives other numbers when it runs again")
         for factor in self.rule.sizes:
             if self.rule.splittable(factor):
                 if self.rule.sizes[factor] % 2:
                     raise InputError(
                         f"{self.call}: factor {factor!r} is {self.rule.sizes[factor]} in the "
-                        "example: give one where it is even, or name it in `whole`"
+                        "example: give one where it is even, or name it in `unsharded`"
                     )
                 partial = not any(_has(dims, factor) for dims in self.rule.results)
                 added = self.rule.added if partial else frozenset()
@@ -246,12 +246,12 @@ class _Trial:
         except Exception as error:
             raise InputError(f"{self.call}: {how}, the op fails: {error}") from error
         for n, (value, dims) in enumerate(
-            zip(self.trial.whole.results, self.rule.results, strict=True)
+            zip(self.trial.unsharded.results, self.rule.results, strict=True)
         ):
             actual = [outcome.results[n] for outcome in outcomes]
             self._compare_parts(f"{how}, result {n}", actual, value, dims, factor)
         for n, (gradient, dims) in enumerate(
-            zip(self.trial.whole.gradients, self.dims, strict=True)
+            zip(self.trial.unsharded.gradients, self.dims, strict=True)
         ):
             if gradient is None:
                 continue

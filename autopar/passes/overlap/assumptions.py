@@ -33,7 +33,7 @@ from torch import Tensor, fx
 
 from autopar._compat import OpOverload
 from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait, writes
-from autopar.ir.graph import copied, made
+from autopar.ir.graph import add_node, copied
 from autopar.ir.program import Program
 from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, collectives_in_order
 from autopar.world import World
@@ -105,7 +105,7 @@ def _make_contiguous(graph: fx.Graph, node: fx.Node, certain: set[fx.Node]) -> N
         predicted = isinstance(value, torch.Tensor) and value.is_contiguous()
         if operand in certain or not predicted:
             return operand
-        contiguous = made(graph, aten.contiguous.default, (operand,), value)
+        contiguous = add_node(graph, aten.contiguous.default, (operand,), value)
         certain.add(contiguous)
         return contiguous
 

@@ -146,7 +146,7 @@ class _LateOrder:
         self.flying: dict[fx.Node, None] = {}  # issued and not waited for, in order of issue
         self.coming: deque[fx.Node] = deque()  # nodes that are not in `early`, as scheduled
         self.order: list[fx.Node] = []
-        self.live_bytes: list[float] = []
+        self.allocated_bytes: list[float] = []
 
     def place(self, nodes: Iterable[fx.Node]) -> None:
         """Place all of these nodes, in their order but for those that are moved."""
@@ -232,7 +232,7 @@ class _LateOrder:
         self.order.append(node)
         self.now += self.output_bytes[node]
         self.staging.step(node)
-        self.live_bytes.append(self.now + self.staging.bytes)
+        self.allocated_bytes.append(self.now + self.staging.bytes)
         if node in self.waits:
             self.flying[node] = None
         issue = self.liveness.issues.get(node)
@@ -258,7 +258,7 @@ def _move_fetches_ahead(
     is room.
     """
     place = {node: number for number, node in enumerate(late.order)}
-    live = np.array(late.live_bytes)
+    live = np.array(late.allocated_bytes)
     scheduled_place = _anchors(scheduled, early, place)
     moved: dict[fx.Node, int] = {}
     before: dict[int, list[fx.Node]] = defaultdict(list)

@@ -33,9 +33,9 @@ from autopar._compat import (
     exporting,
     fake_mode,
     graphs_not_written_out,
-    masks_as_given,
     pytree,
     taken_apart,
+    without_mask_detection,
 )
 from autopar.errors import TraceError
 from autopar.ir.containers import register
@@ -81,7 +81,7 @@ class Captured(NamedTuple):
     graph_module: fx.GraphModule  # has what the graph takes by its name
     graph_signature: ExportGraphSignature
     constants: dict[str, Any]
-    out_spec: pytree.TreeSpec
+    out_tree: pytree.TreeSpec
 
     @classmethod
     def of(cls, program: ExportedProgram) -> Captured:
@@ -179,7 +179,7 @@ def stand_ins(
         torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
     )
     with (
-        unbranched(model), _quiet(), torch.enable_grad(), masks_as_given(),
+        unbranched(model), _quiet(), torch.enable_grad(), without_mask_detection(),
         graphs_not_written_out(),
         borrowed(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip

@@ -298,7 +298,7 @@ def _of_program(program: Program, inputs: Inputs, copy: Callable[[Tensor], Tenso
             leaves.append(value)
         elif isinstance(value, Tensor):
             buffers[f"buffer {output.target}"] = value
-    results = _named_tensors(pytree.tree_unflatten(leaves, program.signature.out_spec), "result ")
+    results = _named_tensors(pytree.tree_unflatten(leaves, program.signature.out_tree), "result ")
     _backward(results)
     parameters = {
         e.target: tensors[e.target] for e in program.signature.inputs if e.target in tensors

@@ -181,10 +181,10 @@ class _Unchecked:
     says False, and remembers that it was asked.
     """
 
-    is_asked = False
+    was_read = False
 
     def __get__(self, instance: Distribution | None, owner: type[Distribution]) -> bool:
-        self.is_asked = True
+        self.was_read = True
         return False
 
 
@@ -220,7 +220,7 @@ def unbranched(model: nn.Module) -> Iterator[None]:
             else:
                 kind.forward = forward
     told: list[str] = []
-    if checks is True and unchecked.is_asked:
+    if checks is True and unchecked.was_read:
         told.append(
             "has torch.distributions: the parallel model does not check their arguments "
             "(Distribution.set_default_validate_args(False) says so too)"

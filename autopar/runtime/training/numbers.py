@@ -55,10 +55,10 @@ def changed_numbers(
     its arguments as the graph has them; no number where it differs in something else, too.
     """
     signature = graph.signature
-    leaves = as_planned_call(signature.forward, signature.in_spec, *call)
+    leaves = as_planned_call(signature.forward, signature.in_tree, *call)
     if leaves is None or module.training != signature.training:
         return [], call
-    call = Call(*pytree.tree_unflatten(leaves, signature.in_spec))
+    call = Call(*pytree.tree_unflatten(leaves, signature.in_tree))
     paths = pytree.tree_flatten_with_path(tuple(call))[0]
     numbers = []
     for position, planned in signature.fixed:

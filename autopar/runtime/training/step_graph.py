@@ -248,7 +248,7 @@ class StepGraph:
         recorded = torch.is_grad_enabled()
         if recorded and not self.gradients:
             return None
-        leaves = as_planned_call(self.signature.forward, self.signature.in_spec, args, kwargs)
+        leaves = as_planned_call(self.signature.forward, self.signature.in_tree, args, kwargs)
         if leaves is None or any(_differ(leaves[at], value) for at, value in self.signature.fixed):
             return None
         if any(type(leaves[position]) is not kind for position, kind in self._numbers.items()):
@@ -414,7 +414,7 @@ class StepGraph:
             if not isinstance(own, DTensor):
                 own = to_dtensor(own, layout, self.device_mesh)
             leaves[entry.position] = own
-        args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_tree)
         return args, kwargs
 
     # -- results -----------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ class StepGraph:
             if is_part and output.node is not None:
                 value = to_dtensor(value, self.program.layouts[output.node], self.device_mesh)
             leaves.append(value)
-        return pytree.tree_unflatten(leaves, self.signature.out_spec)
+        return pytree.tree_unflatten(leaves, self.signature.out_tree)
 
 
 def _differ(value: Any, planned: Any) -> bool:
