@@ -42,7 +42,7 @@ from autopar._compat import (
 )
 from autopar.cost.memory import no_room
 from autopar.cost.simulator.engine import Run
-from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given
+from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_unchanged
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.errors import PlanError
 from autopar.ir.graph import where
@@ -298,7 +298,7 @@ class Scheduled:
         step = StepMemory(primals, saved, staged)
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
-        self._there["backward"] = self.stored | sent_as_given(self.backward.graph)
+        self._there["backward"] = self.stored | sent_unchanged(self.backward.graph)
         self._deferred, self._step = DeferredBackward(self.backward.graph, self._layouts), step
         for module, phase in phases:
             derived = self._scheduled(module.graph, phase, step)

@@ -178,7 +178,7 @@ def test_every_pattern_of_a_world() -> None:
     assert patterns(4) == [((2, 1),), ((4, 1),), ((2, 2),)]
     assert len(patterns(8)) == 6 and len(patterns(6)) == 5
     found = cases(4, calibration.CPU_SIZES)
-    assert len({case.whole_bytes for case in found}) >= 5
+    assert len({case.unsharded_bytes for case in found}) >= 5
     assert {case.kind for case in found} == set(KINDS)
     assert {case.pattern for case in found if not case.together} == {((2, 1),), ((2, 2),)}
 

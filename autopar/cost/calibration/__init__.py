@@ -77,12 +77,12 @@ def cases(count: int, sizes: Sequence[int], kinds: Sequence[str] = KINDS) -> lis
     one group alone where there are several.
     """
     return [
-        Case(kind, digits, together, whole_bytes)
+        Case(kind, digits, together, unsharded_bytes)
         for together in (True, False)
         for digits in patterns(count)
         if together or size(digits) < count
         for kind in kinds
-        for whole_bytes in sizes
+        for unsharded_bytes in sizes
     ]
 
 
@@ -129,7 +129,7 @@ def _with_computing(
     """Return the world with the times of matmuls and attention, in this share of the time."""
     on_products = share / 2 if products else share
     all_matmuls = dict.fromkeys((*squares(device.type == "cuda"), *products))
-    shapes = [p for p in all_matmuls if _is_affordable(p, world)]
+    shapes = [p for p in all_matmuls if _is_measurable(p, world)]
     left = len(all_matmuls) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
     report = part(progress, 0.0, on_products)
@@ -186,7 +186,7 @@ def _dtypes(gpu: bool) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float32) if gpu else (torch.float32,)
 
 
-def _is_affordable(shape: Matmul, world: World) -> bool:
+def _is_measurable(shape: Matmul, world: World) -> bool:
     """Whether the matmul fits in memory and ends soon; the answer is the same on all ranks."""
     long = shape.flops / world.device.rate(shape.dtype) > LONGEST_S
     return not long and shape.moved_bytes < world.device.memory_bytes / 4

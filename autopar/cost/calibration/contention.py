@@ -137,7 +137,7 @@ def _issuer(case: Case, group: str, numbers: Tensor) -> Started:
     compute in between.
     """
     count = size(case.pattern)
-    part = max(1, case.whole_bytes // (4 * count * count))
+    part = max(1, case.unsharded_bytes // (4 * count * count))
     x = numbers[: part * count * (count if case.kind in measure.WHOLE else 1)]
     return _STARTS[case.kind](x, count, group)
 

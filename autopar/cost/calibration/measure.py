@@ -50,7 +50,7 @@ class Case(NamedTuple):
     kind: str
     pattern: Pattern
     together: bool
-    whole_bytes: int
+    unsharded_bytes: int
 
 
 class Matmul(NamedTuple):
@@ -101,7 +101,7 @@ def groups(patterns: Sequence[Pattern]) -> Iterator[dict[Pattern, str]]:
 def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     """Return a function that runs the case once, on the first of these float32 numbers."""
     count = size(case.pattern)
-    part = max(1, case.whole_bytes // (4 * count * count))  # numbers of one rank for one other
+    part = max(1, case.unsharded_bytes // (4 * count * count))  # numbers of one rank for one other
     x = numbers[: part * count * (count if case.kind in WHOLE else 1)]
     match case.kind:
         case "all_gather":
@@ -127,7 +127,7 @@ def actual_bytes(case: Case) -> int:
     down to the same number of elements for every pair of ranks.
     """
     count = size(case.pattern)
-    return 4 * count * count * max(1, case.whole_bytes // (4 * count * count))
+    return 4 * count * count * max(1, case.unsharded_bytes // (4 * count * count))
 
 
 def pool(least: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -58,15 +58,15 @@ def together(
     fusable = _fusable(events, keys, leads)
     for index in sorted(fusable, key=when):
         event, position = events[index], fusable[index]
-        if event.held_bytes > size / 2:
+        if event.in_flight_bytes > size / 2:
             continue
         key = (keys[index], event.lane, event.ahead, position.depth, bucket_of.get(position.last))
-        if key not in open_buckets or bucket_bytes[key] + event.held_bytes > size:
+        if key not in open_buckets or bucket_bytes[key] + event.in_flight_bytes > size:
             open_buckets[key], bucket_bytes[key] = len(buckets), 0.0
             buckets.append([])
         bucket_of[index] = open_buckets[key]
         buckets[open_buckets[key]].append(index)
-        bucket_bytes[key] += event.held_bytes
+        bucket_bytes[key] += event.in_flight_bytes
     return [members for members in buckets if len(members) > 1]
 
 

@@ -5,7 +5,7 @@ The backward is the forward graph read from its end: a reshard has the collectiv
 matmul has one matmul for the gradient of its input and one for that of its weight, anything else
 takes twice its forward. The optimizer starts when all gradients are there, as it does in torch.
 
-`timeline` calls `Events(program, world).run()` and simulates the result; `joinable` and `joint`
+`timeline` calls `Events(program, world).run()` and simulates the result; `joinable` and `fuse`
 then say which collectives may be fused, and what the fused one takes. graph_events.py calls `link`.
 """
 
@@ -63,7 +63,7 @@ class _FuseKey(NamedTuple):
 class Events:
     """Makes the events of a step, in the order in which torch runs them: `run`. Those of a part
     whose gradients are `deferred` have no sums of these values, and no optimizer. After that
-    `joinable` says which of them may be fused, and `joint` makes the fused event.
+    `joinable` says which of them may be fused, and `fuse` makes the fused event.
     """
 
     def __init__(
@@ -251,9 +251,11 @@ class Events:
     ) -> int:
         """Add one stage of a collective."""
         price = flat_price(stage.kind, stage.digits, move.bytes / stage.parts, self.world)
-        held_bytes = 0.0
+        in_flight_bytes = 0.0
         if "step" in node.meta:
-            held_bytes = node.meta["layout"].local_size * node.meta["element"].bytes / stage.parts
+            in_flight_bytes = (
+                node.meta["layout"].local_size * node.meta["element"].bytes / stage.parts
+            )
         return self._add(
             node,
             stage.kind,
@@ -265,7 +267,7 @@ class Events:
             link=link(self.world, stage.digits),
             bytes=price.bytes / pieces,
             ahead=node in self.ahead and (phase == "forward" or move.again),
-            held_bytes=held_bytes,
+            in_flight_bytes=in_flight_bytes,
             takes_s=lost_s(price.seconds, self.world) / pieces,
         )
 
@@ -279,7 +281,7 @@ class Events:
             fuse_key = _FuseKey(kind, stage.digits, move.element_bytes, copied)
             self.joinable[len(self.events)] = fuse_key, move.bytes / stage.parts
 
-    def joint(self, members: Bucket) -> Event:
+    def fuse(self, members: Bucket) -> Event:
         """Return the event that stands for several collectives as one."""
         parts = tuple(self.events[index] for index in members)
         kind, digits, _, copied = self.joinable[members[0]][0]
@@ -290,7 +292,7 @@ class Events:
             name=f"{parts[0].name} and {len(parts) - 1} more",
             seconds=price.seconds + copying,
             bytes=price.bytes,
-            held_bytes=sum(part.held_bytes for part in parts),
+            in_flight_bytes=sum(part.in_flight_bytes for part in parts),
             takes_s=lost_s(price.seconds, self.world) + copying,  # the computing thread copies
             parts=parts,
         )

@@ -68,7 +68,7 @@ def _most_patient_run(events: Sequence[Event], freedom: Freedom) -> Run:
 
 def _most_ahead(events: Sequence[Event], freedom: Freedom) -> float:
     """Return the bytes that may be fetched before their use."""
-    largest = max((event.held_bytes for event in events if event.ahead), default=0.0)
+    largest = max((event.in_flight_bytes for event in events if event.ahead), default=0.0)
     return freedom.ahead * largest
 
 
@@ -136,7 +136,7 @@ class _LateOrder:
         self.staging = Staging(liveness)
         self.liveness, self.early, self.bound = liveness, early, bound
         self.left = {node: len(readers) for node, readers in liveness.readers.items()}
-        self.output_bytes = {node: liveness.bytes_made(node) for node in graph.nodes}
+        self.output_bytes = {node: liveness.new_bytes(node) for node in graph.nodes}
         self.waits: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by issue
         for wait, issue in liveness.issues.items():
             self.waits[issue].append(wait)
