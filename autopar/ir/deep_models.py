@@ -110,7 +110,7 @@ class DeepModel:
         """The shorter program with a few units more of every run."""
         return self._left(set(range(len(self.runs))))
 
-    def whole(self, plan: Plan) -> Plan:
+    def full_plan(self, plan: Plan) -> Plan:
         """Return a plan for the full program from one for `longer`: blocks that are left out get
         the layouts of the ones that stand for them.
         """

@@ -46,26 +46,26 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     as they are where no stages are asked for. Raises LayoutError where the stages are not for this
     world, PlanError for a schedule that is none.
     """
-    asked = request.layout
-    if not isinstance(asked, Stages):
+    requested = request.layout
+    if not isinstance(requested, Stages):
         return world, request
-    if asked.schedule not in (*SCHEDULES, "auto"):
+    if requested.schedule not in (*SCHEDULES, "auto"):
         raise PlanError(
-            f"{asked}: unknown schedule {asked.schedule!r}; there are {', '.join(SCHEDULES)} and "
-            "auto. Zero bubble schedules, whose backwards run in two parts, are not there yet"
+            f"{requested}: unknown schedule {requested.schedule!r}; there are "
+            f"{', '.join(SCHEDULES)} and auto. Zero bubble schedules, whose backwards run in two parts, are not there yet"
         )
-    if asked.schedule == "auto" and asked.rounds != 1:
-        raise PlanError(f"{asked}: schedule 'auto' finds the rounds: leave them at 1")
-    if isinstance(asked.within, Stages):
-        raise LayoutError(f"{asked}: stages within stages: add their counts to one")
-    assert asked.count != "auto"  # division_search.py has found it
-    if asked.count < 2 or asked.rounds < 1:
-        raise LayoutError(f"{asked}: a pipeline has 2 or more ranks, and each 1 or more stages")
+    if requested.schedule == "auto" and requested.rounds != 1:
+        raise PlanError(f"{requested}: schedule 'auto' finds the rounds: leave them at 1")
+    if isinstance(requested.within, Stages):
+        raise LayoutError(f"{requested}: stages within stages: add their counts to one")
+    assert requested.count != "auto"  # division_search.py has found it
+    if requested.count < 2 or requested.rounds < 1:
+        raise LayoutError(f"{requested}: a pipeline has 2 or more ranks, and each 1 or more stages")
     budget = request.budget
     if budget is not None and budget.memory_bytes is not None:
-        budget = dataclasses.replace(budget, memory_bytes=budget.memory_bytes * asked.count)
-    inner = dataclasses.replace(request, layout=asked.within, budget=budget, stages=asked)
-    return _world_of_one(world, asked), inner
+        budget = dataclasses.replace(budget, memory_bytes=budget.memory_bytes * requested.count)
+    inner = dataclasses.replace(request, layout=requested.within, budget=budget, stages=requested)
+    return _world_of_stage(world, requested), inner
 
 
 def require_parts(request: PlanRequest) -> None:
@@ -78,17 +78,19 @@ def require_parts(request: PlanRequest) -> None:
         )
 
 
-def _count(asked: Stages) -> int:
+def _count(requested: Stages) -> int:
     """Return the ranks of a pipeline, where they are found."""
-    assert asked.count != "auto"
-    return asked.count
+    assert requested.count != "auto"
+    return requested.count
 
 
-def _world_of_one(world: World, asked: Stages) -> World:
+def _world_of_stage(world: World, requested: Stages) -> World:
     """Return the world of the first of so many equal parts of the ranks."""
-    count = _count(asked)
+    count = _count(requested)
     if world.links:
-        raise LayoutError(f"{asked}: a pipeline on an irregular network: no equal parts are known")
+        raise LayoutError(
+            f"{requested}: a pipeline on an irregular network: no equal parts are known"
+        )
     left, levels = count, list(world.levels)
     for place in reversed(range(len(levels))):
         shared = math.gcd(left, levels[place].ranks)
@@ -100,7 +102,7 @@ def _world_of_one(world: World, asked: Stages) -> World:
     if left > 1:
         sizes = " · ".join(str(level.ranks) for level in reversed(world.levels))
         raise LayoutError(
-            f"{asked}: {count} stages do not divide {world.ranks} ranks ({sizes}, outer "
+            f"{requested}: {count} stages do not divide {world.ranks} ranks ({sizes}, outer "
             "first) into equal parts: choose a divisor"
         )
     size = world.ranks // count
@@ -120,14 +122,14 @@ def fit_in_stages(
     inner = request
     for _ in range(_TRIES):
         try:
-            one = plan_stage(inner)
+            stage_plan = plan_stage(inner)
         except PlanError as error:
             raise refused or error from None
         try:
-            return one, in_stages(one, request)
+            return stage_plan, in_stages(stage_plan, request)
         except NoRoom as error:
             refused = refused or error
-            less = one.peak_bytes - _MORE * error.excess
+            less = stage_plan.peak_bytes - _MORE * error.excess
             if request.budget is None or request.recompute != "auto" or less <= 0:
                 break
             inner = dataclasses.replace(
@@ -144,18 +146,18 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     """
     if request.stages is None:
         return plan
-    context, asked = plan.context, request.stages
+    context, requested = plan.context, request.stages
     assert context is not None
     alone = dataclasses.replace(plan, interleaved=False, context=None)
-    whole = dataclasses.replace(context.program, plan=alone)
-    runs = _runs(whole, context.source.module.graph, asked, like)
+    full = dataclasses.replace(context.program, plan=alone)
+    runs = _runs(full, context.source.module.graph, requested, like)
     run, memory = _fastest_that_fits(runs, limit := _limit(request))
     pipeline, step = run.pipeline, run.step
     most = max(memory, key=lambda each: each.peak)
     planned = dataclasses.replace(
         plan,
         context=None,
-        layout=str(_named(asked, run, plan)) if like is None else like.layout,
+        layout=str(_named(requested, run, plan)) if like is None else like.layout,
         stage_starts=run.starts,
         schedule=run.schedule,
         rounds=pipeline.rounds,
@@ -173,10 +175,10 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     return dataclasses.replace(planned, context=dataclasses.replace(context, program=program))
 
 
-def _named(asked: Stages, run: _Run, plan: Plan) -> Stages:
+def _named(requested: Stages, run: _Run, plan: Plan) -> Stages:
     """Return the stages as they would be asked for to get this run."""
     rounds = run.pipeline.rounds
-    return dataclasses.replace(asked, within=plan.layout, schedule=run.schedule, rounds=rounds)
+    return dataclasses.replace(requested, within=plan.layout, schedule=run.schedule, rounds=rounds)
 
 
 # -- one schedule, or the best of several ----------------------------------------------------------
@@ -193,13 +195,13 @@ class _Run:
     step: PipelineStep
 
     @staticmethod
-    def of(whole: Program, schedule: str, pipeline: Pipeline, starts: tuple[str, ...]) -> _Run:
+    def of(full: Program, schedule: str, pipeline: Pipeline, starts: tuple[str, ...]) -> _Run:
         """Return the run of a program that is cut at these blocks."""
-        plan = whole.plan
+        plan = full.plan
         assert plan is not None
-        stages = cutting.cut(whole, starts)
-        cutting.check(whole, stages)
-        seconds = tuple(_seconds(stage, whole) for stage in stages)
+        stages = cutting.cut(full, starts)
+        cutting.check(full, stages)
+        seconds = tuple(_seconds(stage, full) for stage in stages)
         order = actions(schedule, pipeline, plan.microbatches)
         step = simulate_pipeline(pipeline, order, seconds)
         return _Run(schedule, pipeline, starts, stages, seconds, order, step)
@@ -212,30 +214,30 @@ class _Run:
         )
 
 
-def _runs(whole: Program, traced: fx.Graph, asked: Stages, like: Plan | None) -> list[_Run]:
+def _runs(full: Program, traced: fx.Graph, requested: Stages, like: Plan | None) -> list[_Run]:
     """Return the runs that are asked for of a program that was traced as this graph and emitted,
     the fastest first: of one schedule, or with "auto" of
     1f1b and of interleaved ones, of which the bubble shrinks with the rounds. GPipe and looped-bfs
     have the bubbles of these two, and hold more.
     """
-    count = _count(asked)
+    count = _count(requested)
     if like is not None:
-        return [_Run.of(whole, like.schedule, like.pipeline, like.stage_starts)]
-    assert whole.plan is not None
-    by_node = compute_seconds_by_node(whole, whole.plan.world)
+        return [_Run.of(full, like.schedule, like.pipeline, like.stage_starts)]
+    assert full.plan is not None
+    by_node = compute_seconds_by_node(full, full.plan.world)
     by_block = cutting.seconds_by_block(traced, by_node)
-    if asked.schedule != "auto":
-        pipeline = Pipeline(count, asked.rounds)
+    if requested.schedule != "auto":
+        pipeline = Pipeline(count, requested.rounds)
         starts = cutting.balanced(by_block, pipeline.stages)
-        return [_Run.of(whole, asked.schedule, pipeline, starts)]
-    runs = [_Run.of(whole, "1f1b", Pipeline(count), cutting.balanced(by_block, count))]
+        return [_Run.of(full, requested.schedule, pipeline, starts)]
+    runs = [_Run.of(full, "1f1b", Pipeline(count), cutting.balanced(by_block, count))]
     for rounds in _ROUNDS:
         pipeline = Pipeline(count, rounds)
         if pipeline.stages > len(by_block):
             break
         try:
             starts = cutting.balanced(by_block, pipeline.stages)
-            runs.append(_Run.of(whole, "interleaved", pipeline, starts))
+            runs.append(_Run.of(full, "interleaved", pipeline, starts))
         except PlanError:  # not for this number of micro-batches, or a stage trains nothing
             break
     return sorted(runs, key=lambda run: run.step.seconds)
@@ -281,19 +283,21 @@ def _seconds(stage: Stage, program: Program) -> StageSeconds:
     plan = program.plan
     assert plan is not None
     last = timeline(stage.program, plan.world)
-    one = last.before if last.before is not None else last
-    forward = _end_of_forward(one)
+    usual = last.before if last.before is not None else last
+    forward = _end_of_forward(usual)
     return StageSeconds(
         forward,
-        one.run.seconds - forward,
-        max(0.0, last.run.seconds - one.run.seconds),
+        usual.run.seconds - forward,
+        max(0.0, last.run.seconds - usual.run.seconds),
         _send_seconds(stage, plan.world),
     )
 
 
-def _end_of_forward(one: Timeline) -> float:
+def _end_of_forward(microbatch: Timeline) -> float:
     """Return when the last of the forward of a micro-batch has been computed."""
-    ends = [s.end for s in one.spans if s.phase == "forward" and s.track in ("compute", "waits")]
+    ends = [
+        s.end for s in microbatch.spans if s.phase == "forward" and s.track in ("compute", "waits")
+    ]
     return max(ends, default=0.0)
 
 

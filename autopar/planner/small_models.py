@@ -37,7 +37,7 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.elimination import Table, order_of, spread
 from autopar.planner.exact_search import Search
 from autopar.planner.rematerialize import RematerializationSteps, TriedRematerialization
-from autopar.planner.request import PlanRequest, with_asked_recomputation
+from autopar.planner.request import PlanRequest, with_requested_recomputation
 from autopar.planner.space import Candidate
 from autopar.world import World
 
@@ -78,7 +78,7 @@ def fastest(
         if plan.seconds >= below * (1 - 1e-12) or number == _TRIES:
             bound = min(bound, plan.seconds)
             break
-        chosen = with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
+        chosen = with_requested_recomputation(dataclasses.replace(program, plan=plan), request)
         found = RematerializationSteps(emit_program(chosen, world), world, budget).least(
             below - plan.seconds
         )

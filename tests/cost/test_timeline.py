@@ -205,7 +205,7 @@ def test_a_bucket_is_of_one_lane_and_not_too_large() -> None:
 
 def test_gathers_go_together_before_the_first_use() -> None:
     """Those of the second axis, too, though they stand between those of the first."""
-    ahead = {"ahead": True, "held_bytes": 1.0}
+    ahead = {"ahead": True, "in_flight_bytes": 1.0}
     pair = [sent(1, **ahead), sent(1, 0, lane="y", **ahead), op(9, 1)]
     events = [*pair, sent(1, **ahead), sent(1, 3, lane="y", **ahead), op(9, 2, 4)]
     found = together(events, 8)

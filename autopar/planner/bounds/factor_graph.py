@@ -102,13 +102,13 @@ class Edge:
     value: Value
     kind: Kind
     maker: Variable
-    made: tuple[int, ...]
+    produced: tuple[int, ...]
     user: Variable
     wanted: tuple[int, ...]
     look: Hashable = field(init=False)  # equal for edges whose costs are the same
 
     def __post_init__(self) -> None:
-        self.look = self.kind, self.made, self.wanted
+        self.look = self.kind, self.produced, self.wanted
 
 
 @dataclass(frozen=True)

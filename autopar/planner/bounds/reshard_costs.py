@@ -150,13 +150,13 @@ class ReshardBounds:
         for axis in _EVERY_ORDER.get(count, tuple(everywhere) * count):
             yield [change for kind in _SLICES for change in self._of(kind, axis)]
         for kind in _NEUTRAL:
-            yield from self._one_by_one(kind)
+            yield from self._steps_of_axes(kind)
         for axis in everywhere:
             yield [*self._of("S->S", axis), *self._room(axis)]
         for kind in _GATHERS:
-            yield from self._one_by_one(kind)
+            yield from self._steps_of_axes(kind)
 
-    def _one_by_one(self, kind: str) -> Iterator[list[_Change]]:
+    def _steps_of_axes(self, kind: str) -> Iterator[list[_Change]]:
         for axis in range(self.meshes.axis_count):
             yield list(self._of(kind, axis))
 
