@@ -52,7 +52,8 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     if requested.schedule not in (*SCHEDULES, "auto"):
         raise PlanError(
             f"{requested}: unknown schedule {requested.schedule!r}; there are "
-            f"{', '.join(SCHEDULES)} and auto. Zero bubble schedules, whose backwards run in two parts, are not there yet"
+            f"{', '.join(SCHEDULES)} and auto. Zero bubble schedules, whose backwards run in two "
+            "parts, are not there yet"
         )
     if requested.schedule == "auto" and requested.rounds != 1:
         raise PlanError(f"{requested}: schedule 'auto' finds the rounds: leave them at 1")
