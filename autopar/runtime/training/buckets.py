@@ -80,8 +80,8 @@ class PaddedRows(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], buckets: Buckets) -> None:
         self._dataset, self._buckets = dataset, buckets
 
-    def __getitem__(self, asked: tuple[int, int]) -> Any:
-        row, size = asked
+    def __getitem__(self, request: tuple[int, int]) -> Any:
+        row, size = request
         return self._buckets.padded(self._dataset[row], row, size)
 
 

@@ -122,12 +122,12 @@ class PartsRun:
             return own.narrow(0, part * size, size)
         return own.unflatten(0, (blocks, self.count, -1))[:, part].flatten(0, 1)
 
-    def _joined(self, node: str, found: Sequence[Tensor]) -> Tensor:
+    def _joined(self, node: str, rows: Sequence[Tensor]) -> Tensor:
         """Return the rows of all parts in the order in which this rank holds those of the batch."""
         blocks = self._blocks // math.prod(s for _, s in _row_axes(self._layouts[node]))
         if blocks == 1:
-            return torch.cat(list(found))
-        each = [x.unflatten(0, (blocks, -1)) for x in found]
+            return torch.cat(list(rows))
+        each = [x.unflatten(0, (blocks, -1)) for x in rows]
         return torch.stack(each, 1).flatten(0, 2)
 
     # -- one step ----------------------------------------------------------------------------------
@@ -201,11 +201,11 @@ class PartsRun:
         assert isinstance(gathered, DTensor)
         return gathered.full_tensor().to(own.dtype)
 
-    def _combined(self, found: Sequence[Sequence[Any]]) -> list[Any]:
+    def _combined(self, per_part: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of the step, of those of its parts."""
         results: list[Any] = []
         for place, (output, state) in enumerate(self._results()):
-            each = [part[place] for part in found]
+            each = [part[place] for part in per_part]
             if state == "rows":
                 results.append(self._joined(str(output.node), each))
             else:
@@ -222,7 +222,7 @@ class PartsRun:
         named = [leaves.get(i, x) for i, x in enumerate(own)]
         trained = list(leaves.values())
         gradients: list[Tensor | None] = [None] * len(trained)
-        found: list[list[Any]] = []
+        per_part: list[list[Any]] = []
         loss_place = -1
         scheduled = self.run if isinstance(self.run, Scheduled) else None
         sums = Sums()  # of this step alone: one that failed leaves nothing behind
@@ -235,8 +235,8 @@ class PartsRun:
             losses = [results[loss_place] for results in parts]
             add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
             for results in parts:
-                found.append([x.detach() if isinstance(x, Tensor) else x for x in results])
-        return self._combined(found), loss_place, gradients
+                per_part.append([x.detach() if isinstance(x, Tensor) else x for x in results])
+        return self._combined(per_part), loss_place, gradients
 
     def _loss_place(self, results: Sequence[Any]) -> int:
         """Return the place of the loss: the first scalar that carries a gradient."""
@@ -251,26 +251,26 @@ class Sums:
 
     def __init__(self) -> None:
         self.closes = False
-        self._kept: list[Tensor] = []
+        self._accumulated: list[Tensor] = []
 
     @property
     def storages(self) -> set[int]:
         """The memory of what is held."""
-        return {x.untyped_storage().data_ptr() for x in self._kept}
+        return {x.untyped_storage().data_ptr() for x in self._accumulated}
 
     def form(self) -> Form:
         return "final" if self.closes else "deferred"
 
     @torch.no_grad()
     def put(self, ends: Sequence[Tail], own: Sequence[Tensor]) -> None:
-        if self._kept:
-            add_each(self._kept, own)
+        if self._accumulated:
+            add_each(self._accumulated, own)
         else:
-            self._kept = apart(own)
+            self._accumulated = apart(own)
 
     def take(self, ends: Sequence[Tail]) -> list[Tensor | None]:
-        kept, self._kept = self._kept, []
-        return list(kept) if kept else [None] * len(ends)
+        sums, self._accumulated = self._accumulated, []
+        return list(sums) if sums else [None] * len(ends)
 
 
 class _Step(torch.autograd.Function):

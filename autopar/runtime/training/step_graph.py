@@ -89,14 +89,14 @@ class Seed:
 class CallKind(NamedTuple):
     """What tells a call from calls that need other graphs, for messages and for planning: the mode,
     whether gradients are recorded, the autocast around it, and the shape and dtype of every tensor.
-    `changes`: what of the module is other than it was when it was planned first.
+    `differences`: what of the module is other than it was when it was planned first.
     """
 
     training: bool
     gradients: bool
     autocast: Autocast
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    changes: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -104,12 +104,12 @@ class CallKind(NamedTuple):
         device: torch.device,
         args: Any,
         kwargs: Any,
-        changes: Sequence[str] = (),
+        differences: Sequence[str] = (),
     ) -> CallKind:
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, torch.Tensor))
         cast = under_autocast((device.type,))
-        return CallKind(training, torch.is_grad_enabled(), cast, tensors, tuple(changes))
+        return CallKind(training, torch.is_grad_enabled(), cast, tensors, tuple(differences))
 
     def __str__(self) -> str:
         shapes = ", ".join(
@@ -118,8 +118,8 @@ class CallKind(NamedTuple):
         mode = "train" if self.training else "eval"
         gradients = "" if self.gradients else " without gradients"
         cast = f" under {autocast_text(self.autocast)}" if self.autocast else ""
-        changes = "".join(f", {change}" for change in self.changes)
-        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}{changes}"
+        differences = "".join(f", {change}" for change in self.differences)
+        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}{differences}"
 
 
 class Owner(Protocol):
