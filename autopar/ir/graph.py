@@ -50,7 +50,7 @@ def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
     return notes.carrying[node.name]
 
 
-_KEPT = 8  # results of one kind: the first that was worked out goes first
+_MOST_CACHED = 8  # results of one kind: the first that was worked out goes first
 T = TypeVar("T")
 
 
@@ -71,13 +71,13 @@ def remembered(
     >>> remembered(graph, "sum", (sizes,), lambda: 1 / 0)
     5
     """
-    kept = graph.__dict__.setdefault("_remembered_by_autopar", {}).setdefault(kind, {})
+    cached = graph.__dict__.setdefault("_remembered_by_autopar", {}).setdefault(kind, {})
     key = value, *map(id, reads)
-    if key not in kept:
-        kept[key] = tuple(reads), make()  # holding them keeps their ids from being reused
-        while len(kept) > _KEPT:
-            del kept[next(iter(kept))]
-    result: T = kept[key][1]
+    if key not in cached:
+        cached[key] = tuple(reads), make()  # holding them keeps their ids from being reused
+        while len(cached) > _MOST_CACHED:
+            del cached[next(iter(cached))]
+    result: T = cached[key][1]
     return result
 
 

@@ -10,7 +10,7 @@ layout.
 DRAWS (ops/rules/shapes.py) are `rand`, `randn` and `randint`, which hang on no other value: each
 rank makes the shard that it needs (ops/sharded/draws.py), and each says its dtype: one of torch's
 default is float64 where `verify` makes the graph so. What is made of them is split as any other op.
-`annotate` refuses the draws that no entry of MADE_OF describes.
+`annotate` refuses the draws that no entry of REPLACEMENTS describes.
 
 A traced program enters and leaves. planner.py runs it before `annotate`.
 """
@@ -48,7 +48,7 @@ def draws(program: Program) -> Program:
         if _is_rewritten(node):
             last = node.prev
             with graph.inserting_before(node):
-                MADE_OF[node.target](_Draw(graph, node))
+                REPLACEMENTS[node.target](_Draw(graph, node))
             _describe(last.next, node)
             graph.erase_node(node)
     # Draws count as impure, but the graph owes nobody those whose result is not used.
@@ -80,7 +80,7 @@ def _is_rewritten(node: fx.Node) -> bool:
     """Whether a node draws other numbers than DRAWS, which are real. rrelu and recurrent layers do
     so in training alone, and the latter between two layers.
     """
-    if node.op != "call_function" or node.target not in MADE_OF:
+    if node.op != "call_function" or node.target not in REPLACEMENTS:
         return False
     if node.target in DRAWS:
         return bool(node.meta["val"].is_complex())
@@ -285,7 +285,7 @@ def _recurrent(draw: _Draw) -> None:
         draw.graph.erase_node(item)
 
 
-MADE_OF: dict[Any, Callable[[_Draw], None]] = {
+REPLACEMENTS: dict[Any, Callable[[_Draw], None]] = {
     aten.rand.default: _uniform,
     aten.rand_like.default: _uniform,
     aten.uniform.default: _uniform,

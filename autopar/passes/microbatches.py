@@ -41,7 +41,7 @@ from autopar.ir.program import (
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS
-from autopar.passes.part_numbers import COUNTS, MOVES, take_numbers
+from autopar.passes.part_numbers import COUNTS, REORDERS, take_numbers
 
 aten = torch.ops.aten
 
@@ -198,7 +198,7 @@ class _Division:
 
     def _use_numbers(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
         """Pass numbers of rows on, or read each row of a value by its own number."""
-        if node.target in MOVES and len(operands) == 1:
+        if node.target in REORDERS and len(operands) == 1:
             self.states[node] = "numbers"
             return
         source, *_ = operands

@@ -66,7 +66,7 @@ _SIZES = (
     aten.expand.default,
 )
 _PIECES = (aten.split.Tensor, aten.unsafe_split.Tensor)
-_MOVES = {
+_REORDERS = {
     *_SIZES,
     *_PIECES,
     aten.permute.default,
@@ -278,7 +278,7 @@ class _Spread:
 
     def spread(self, node: fx.Node) -> None:
         """Note that a node's results have padding."""
-        zeros = node.target in _MOVES and all(
+        zeros = node.target in _REORDERS and all(
             self._is_zero(n) for n in node.all_input_nodes if self.pads(producer(n))
         )
         mixed = node.name in self.notes.specs and self.notes.specs[node.name].attends is not None
@@ -393,7 +393,7 @@ class _Spread:
             return _is_positive(node.args[0])
         if target in (aten.mean.dim, aten.sum.dim_IntList):
             return all(self._only_carries(rule, f) for f in padded)
-        carried = target in _MOVES or target in _FINITE or target in _NORMS
+        carried = target in _REORDERS or target in _FINITE or target in _NORMS
         return carried and all(self._only_carries(rule, f) for f in padded)
 
     def _keeps_rows(self, node: fx.Node, rule: OpShardingRule, rows: set[str]) -> bool:
@@ -749,7 +749,7 @@ def _is_finite(node: fx.Node) -> bool:
         return bool(bound(node)["exponent"] in (1, 2, 3))
     if node.target is aten.rsqrt.default:
         return _is_positive(node.args[0])
-    known = (_MOVES, _FINITE, _MATMULS, _NORMS, _SOFTMAXES, _SUMS, _MEANS, _OF_CLASSES)
+    known = (_REORDERS, _FINITE, _MATMULS, _NORMS, _SOFTMAXES, _SUMS, _MEANS, _OF_CLASSES)
     return node.target in (aten.dropout.default, experts_op) or any(node.target in x for x in known)
 
 

@@ -15,7 +15,7 @@ from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS
 aten = torch.ops.aten
 
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-MOVES = (
+REORDERS = (
     aten.unsqueeze.default,
     aten.reshape.default,
     aten.view.default,
@@ -29,7 +29,7 @@ _SHAPED = frozenset(  # their arguments are shapes and places
         *NEW_FILLS,
         *DRAWS,
         *COUNTS,
-        *MOVES,
+        *REORDERS,
         aten._unsafe_view.default,
         aten.slice.Tensor,
         aten.repeat.default,

@@ -42,8 +42,8 @@ from autopar.ir.progress import tell
 from autopar.ir.strategy import AxisChoice, Slot
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
+    INVARIANT,
     REPLICATED,
-    WHOLE,
     Edge,
     Frame,
     Kind,
@@ -229,7 +229,7 @@ def _joint_choices(variable: Variable, left: Joint, position: int) -> Choices:
 def _stored_choice(variable: Variable, state: int) -> AxisChoice:
     """Return the choice that gives a stored tensor this state on one axis."""
     if state < FIRST_SLOT:
-        return I if state == WHOLE else R
+        return I if state == INVARIANT else R
     dim, place = variable.slots[state - FIRST_SLOT]
     return Slot(str(dim), place)
 
@@ -336,7 +336,7 @@ class Bound:
         return tuple(
             remaining
             if kind.element.gradient
-            else (REPLICATED if s == WHOLE else s for s in remaining)
+            else (REPLICATED if s == INVARIANT else s for s in remaining)
         )
 
     def _reshards_of(
@@ -382,7 +382,7 @@ class Bound:
         """
         own_states = self._states(kind, produced, variable)
         output_states = tuple(
-            s if kind.element.gradient or s != WHOLE else REPLICATED for s in wanted
+            s if kind.element.gradient or s != INVARIANT else REPLICATED for s in wanted
         )
         reshards = self._reshards_of(kind, own_states, output_states)
         free = np.zeros(

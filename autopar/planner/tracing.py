@@ -21,7 +21,7 @@ from autopar.ir.containers import register
 from autopar.ir.program import Program
 from autopar.passes import annotate, draws, masks, trace
 from autopar.passes.microbatches import Parts, in_parts
-from autopar.passes.part_numbers import COUNTS, MOVES
+from autopar.passes.part_numbers import COUNTS, REORDERS
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.experts import one_op_of_experts
 from autopar.passes.trace.signature import without_cache
@@ -167,7 +167,7 @@ def _read_by_number(full_batch: Program, rows: int) -> set[str]:
 
 def _moved(node: fx.Node) -> fx.Node:
     """Return what a node is another view or dtype of."""
-    while node.target in MOVES:
+    while node.target in REORDERS:
         node = node.all_input_nodes[0]
     return node
 

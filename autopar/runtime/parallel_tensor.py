@@ -48,7 +48,7 @@ from autopar.world import ranks
 
 Kind = Literal["item", "draw", "pointwise", "foreach", "view", "write", "other"]
 
-SAVE_WHOLE = (
+SAVE_UNSHARDED = (
     "    state = get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, "
     "cpu_offload=True))  # on every rank\n"
     "    if rank == 0: torch.save(state, path)"
@@ -202,7 +202,7 @@ class ParallelTensor(DTensor):
             shape, part = tuple(self.shape), tuple(local_of(self).shape)
             raise InputError(
                 f"this rank holds a part of {part} of a tensor of {shape}, and what is pickled "
-                f"here would be that part alone. The whole is saved by\n{SAVE_WHOLE}\nwith "
+                f"here would be that part alone. The whole is saved by\n{SAVE_UNSHARDED}\nwith "
                 "get_model_state_dict (get_optimizer_state_dict for an optimizer's) of "
                 "torch.distributed.checkpoint.state_dict. autopar.Checkpoints saves each rank's "
                 "part and loads it in any layout; `with autopar.own_shards():` around torch.save "

@@ -180,7 +180,7 @@ def late(seconds: float, *after: int, **more: Any) -> Event:
     return sent(seconds, *after, phase="backward", in_flight_bytes=1.0, **more)
 
 
-def test_sums_that_no_product_needs_go_together() -> None:
+def test_sums_that_no_matmul_needs_go_together() -> None:
     events = [
         op(9),
         late(1, 0),

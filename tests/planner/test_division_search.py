@@ -42,7 +42,7 @@ def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
 
 @pytest.mark.slow_cells("4")
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_every_gradient_is_held_between_parts(ranks: int) -> None:
+def test_every_gradient_is_alive_between_parts(ranks: int) -> None:
     """Those that no ranks sum, too: all of one rank's, those of weights that megatron splits."""
     with torch.device("meta"):
         model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)

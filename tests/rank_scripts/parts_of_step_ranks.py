@@ -119,14 +119,14 @@ def refusals(parallel: nn.Module) -> dict[str, str]:
 def dropped(rate: float) -> dict[str, Any]:
     """Whether parts with equal rows drop other elements, and a seed gives the same ones again."""
 
-    class Dropping(nn.Linear):
+    class RandomMask(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             y = F.dropout(super().forward(x), rate)
             return y.square().mean(), y
 
     torch.manual_seed(1)
     parallel = autopar.parallelize(
-        Dropping(8, 8), inputs=(torch.ones(8, 8),), layout="ddp", microbatches=2
+        RandomMask(8, 8), inputs=(torch.ones(8, 8),), layout="ddp", microbatches=2
     )
     results = []
     for _ in range(2):

@@ -89,7 +89,7 @@ def test_draws_and_derivatives_in_forward_are_drawn_often() -> None:
     assert set(IN_FORWARD) <= COUNTED["derivatives"] | COUNTED["draws"] <= set(TABLE)
 
 
-def test_every_case_has_one_of_the_kinds_that_are_asked_for() -> None:
+def test_every_case_has_one_of_the_kinds_that_are_requested() -> None:
     for seed in range(20):
         steps = {step.op for step in random_case(seed, only="force,noise").steps}
         assert any(op == "force" or op.startswith("noise") for op in steps)

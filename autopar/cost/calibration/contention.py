@@ -138,7 +138,7 @@ def _issuer(case: Case, group: str, numbers: Tensor) -> Started:
     """
     count = size(case.pattern)
     part = max(1, case.unsharded_bytes // (4 * count * count))
-    x = numbers[: part * count * (count if case.kind in measure.WHOLE else 1)]
+    x = numbers[: part * count * (count if case.kind in measure.FULL_OPERANDS else 1)]
     return _STARTS[case.kind](x, count, group)
 
 

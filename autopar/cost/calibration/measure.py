@@ -102,7 +102,7 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     """Return a function that runs the case once, on the first of these float32 numbers."""
     count = size(case.pattern)
     part = max(1, case.unsharded_bytes // (4 * count * count))  # numbers of one rank for one other
-    x = numbers[: part * count * (count if case.kind in WHOLE else 1)]
+    x = numbers[: part * count * (count if case.kind in FULL_OPERANDS else 1)]
     match case.kind:
         case "all_gather":
             return lambda: comm.all_gather(x, count, group)
@@ -119,7 +119,7 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     raise AssertionError(case.kind)
 
 
-WHOLE = ("reduce_scatter", "all_reduce")  # kinds whose ranks each start with an unsharded value
+FULL_OPERANDS = ("reduce_scatter", "all_reduce")  # their ranks start with an unsharded value each
 
 
 def actual_bytes(case: Case) -> int:

@@ -91,7 +91,7 @@ FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
 DRAWS = (aten.rand.default, aten.randn.default, aten.randint.low)
 
 
-MADE = (
+SMALL_CONSTANTS = (
     aten.arange.default,
     aten.arange.start,
     aten.arange.start_step,
@@ -111,7 +111,7 @@ def fill(node: fx.Node) -> OpShardingRule:
     return OpShardingRule((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
 
 
-@rule_for(MADE)
+@rule_for(SMALL_CONSTANTS)
 def fill_unsharded(node: fx.Node) -> OpShardingRule:
     """Return the rule of small tensors made from nothing: they are made unsharded, then sliced."""
     return unsplit(node, source="rule")

@@ -116,7 +116,7 @@ def _make_contiguous(graph: fx.Graph, node: fx.Node, certain: set[fx.Node]) -> N
 
 # -- auxiliary outputs -----------------------------------------------------------------------------
 Gradients = tuple[Tensor | None, ...]
-Asked = Callable[[int, Tensor, Sequence[Tensor]], Gradients]
+Backward = Callable[[int, Tensor, Sequence[Tensor]], Gradients]
 
 
 def aux_output_places(program: Program) -> frozenset[int]:
@@ -166,7 +166,9 @@ class Late(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: Asked, place: int, result: Tensor, *values: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gradients: Backward, place: int, result: Tensor, *values: Tensor
+    ) -> Tensor:
         ctx.gradients, ctx.place = gradients, place
         ctx.save_for_backward(*values)
         return result.view_as(result)

@@ -50,7 +50,7 @@ from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
-_PANELS_HELD = 2  # panels of one operand that SUMMA holds at a time
+_PANELS_AT_ONCE = 2  # panels of one operand that SUMMA holds at a time
 
 
 def summa_fusion(derived: DerivedGraph, world: World) -> DerivedGraph:
@@ -157,7 +157,7 @@ def _complete_sets(
         if wanted.issuperset(members)
         and all(len(node.users) == 1 for node in members)
         and [_root(node) for node in members] == list(range(_ranks(members[0])))
-        and (len(members) <= _PANELS_HELD or sum(map(bytes_of, members)) <= most)
+        and (len(members) <= _PANELS_AT_ONCE or sum(map(bytes_of, members)) <= most)
     ]
 
 

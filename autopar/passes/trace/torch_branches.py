@@ -173,7 +173,7 @@ BRANCHLESS: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: ctc_loss,
 }
 
-_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that a warning has mentioned
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that a warning has mentioned
 
 
 class _Unchecked:
@@ -219,20 +219,20 @@ def unbranched(model: nn.Module) -> Iterator[None]:
                 del kind.forward
             else:
                 kind.forward = forward
-    told: list[str] = []
+    mentioned: list[str] = []
     if checks is True and unchecked.was_read:
-        told.append(
+        mentioned.append(
             "has torch.distributions: the parallel model does not check their arguments "
             "(Distribution.set_default_validate_args(False) says so too)"
         )
     if nn.AdaptiveLogSoftmaxWithLoss in called:
-        told.append(
+        mentioned.append(
             "has an AdaptiveLogSoftmaxWithLoss: the parallel model computes every cluster for "
             "every row, as it cannot branch on the targets, and gives NaN for a target out of range"
         )
-    if told and model not in _TOLD:
-        _TOLD.add(model)
-        for text in told:
+    if mentioned and model not in _WARNED:
+        _WARNED.add(model)
+        for text in mentioned:
             warnings.warn(f"{type(model).__name__} {text}", stacklevel=2)
 
 

@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from autopar.cost.many_meshes import BIG, Meshes
 from autopar.ir.layout import ORDER, TRAFFIC
-from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, INVARIANT, PARTIAL, REPLICATED, Kind
 
 Floats = NDArray[np.float32]
 Places = tuple[int, ...]
-_LETTER = {WHOLE: "I", REPLICATED: "R", PARTIAL: "P"}
+_LETTER = {INVARIANT: "I", REPLICATED: "R", PARTIAL: "P"}
 _SLICES = tuple(kind for kind in ORDER if kind in ("I->S", "R->S", "P->S"))
 _GATHERS = tuple(kind for kind in ORDER if kind in ("S->P", "S->I", "S->R"))
 _STEPS = {"S->R->S": ("S->R", "R->S")}

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from autopar.errors import InputError
 
-ASKED = (
+USAGE = (
     "give par.loader(…, buckets=(512, 1024), lengths=[len(row) for row in dataset], pad=(0, -100))"
 )
 
@@ -70,7 +70,7 @@ def buckets_of(
     if len(missing) == len(arguments):
         return None
     if missing:
-        raise InputError(f"padded sequences need {' and '.join(missing)} too: {ASKED}")
+        raise InputError(f"padded sequences need {' and '.join(missing)} too: {USAGE}")
     return Buckets(cast(Sequence[int], sizes), cast(Sequence[int], lengths), pad, rows)
 
 

@@ -151,7 +151,7 @@ def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
     assert simulated == ["first", "near", "leans"]
 
 
-def test_the_fastest_of_deep_models_is_confirmed_on_the_whole(
+def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A plan whose estimate from fewer blocks was too low does not come first."""
@@ -174,7 +174,7 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_whole(
 
 
 @pytest.mark.slow
-def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
+def test_what_leans_on_overlap_is_tried_under_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
     given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)

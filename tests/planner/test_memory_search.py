@@ -111,7 +111,9 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
 
 
 @pytest.mark.slow
-def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_have_the_price_of_saving_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where the plan of least time fits by what it drops, one search at the price that it pays."""
     prices: list[float] = []
     at = fit.LimitedSearch._at
