@@ -601,7 +601,7 @@ def test_a_function_knows_that_it_is_differentiated() -> None:
 
     def square(point: torch.Tensor) -> torch.Tensor:
         seen.append(_compat.differentiating())
-        inner = _compat.unwrapped(point)
+        inner = _compat.unwrap(point)
         assert not torch._C._functorch.is_functorch_wrapped_tensor(inner)
         assert inner.shape == x.shape and inner.data_ptr() == x.data_ptr()
         return (point**2).sum()

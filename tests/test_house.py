@@ -168,6 +168,23 @@ def test_names_that_are_no_words_of_the_field_are_found() -> None:
     assert not faults(Path("test_a.py"), "def test_what_is_saved_is_found(one_rank): ...")
 
 
+# Verbs that end as participles do.
+VERBS = {"feed", "embed", "need", "seed", "speed"}
+
+
+def is_participle(name: str) -> bool:
+    return len(words(name)) == 1 and name.endswith("ed") and name not in VERBS
+
+
+def test_a_public_function_is_a_verb_or_what_it_returns() -> None:
+    assert is_participle("traced") and not is_participle("feed") and not is_participle("fed_rows")
+    for path in FILES:
+        functions = [
+            n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)
+        ]
+        assert not [name for name in functions if name[0] != "_" and is_participle(name)], path
+
+
 def test_words() -> None:
     assert words("SavedActivations") == ["saved", "activations"]
     assert words("chunk_units") == ["chunk", "units"]

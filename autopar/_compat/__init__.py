@@ -288,7 +288,7 @@ def differentiating() -> bool:
     return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
 
 
-def unwrapped(x: torch.Tensor) -> torch.Tensor:
+def unwrap(x: torch.Tensor) -> torch.Tensor:
     """The tensor within what torch.func's transforms hand to a function; others as they are."""
     functions = torch._C._functorch
     while functions.is_functorch_wrapped_tensor(x):

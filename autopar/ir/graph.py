@@ -5,7 +5,7 @@ Example: for a matmul in the third layer, `module_path(node)` is "blocks.2.mlp.u
 `block_of(node)` is "blocks.2"; `where(node)` is how an error message names it.
 
 The first part reads graphs, the second writes them: `add_node` and `add_call` add calls whose
-`meta["val"]` is set, `reorder` and `ordered` move nodes. show.py prints graphs.
+`meta["val"]` is set, `reorder` and `sort` move nodes. show.py prints graphs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MOST_CACHED = 8  # results of one kind: the first that was worked out goes firs
 T = TypeVar("T")
 
 
-def remembered(
+def remember(
     graph: fx.Graph,
     kind: str,
     reads: Sequence[object],
@@ -185,11 +185,11 @@ def every_node(module: fx.GraphModule) -> Iterator[tuple[fx.Node, bool]]:
     """
     for node in module.graph.nodes:
         yield node, bool(node.meta.get("again"))
-        for block in called(module, node):
+        for block in called_graphs(module, node):
             yield from ((inner, inner.meta.get("again", True)) for inner, _ in every_node(block))
 
 
-def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+def called_graphs(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Return the subgraphs of the module that a node calls."""
     if node.op != "call_function":
         return []
@@ -198,18 +198,18 @@ def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     return [block for block in attributes if isinstance(block, fx.GraphModule)]
 
 
-def inlined(module: fx.GraphModule) -> fx.GraphModule:
+def inline(module: fx.GraphModule) -> fx.GraphModule:
     """Return the module with the graphs that it calls inlined. Inlined nodes have
     `meta["block"]`, the name of the call.
     """
-    if not any(called(module, node) for node in module.graph.nodes):
+    if not any(called_graphs(module, node) for node in module.graph.nodes):
         return module
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
             continue
-        for block in called(module, node):
+        for block in called_graphs(module, node):
             arguments = iter(node.args[2:])
             inner: dict[fx.Node, fx.Node] = {}
             for inner_node in block.graph.nodes:
@@ -230,7 +230,7 @@ def inlined(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def stored(program: Program) -> set[fx.Node]:
+def stored_nodes(program: Program) -> set[fx.Node]:
     """Return the stored inputs, and the calls that depend on these alone or on nothing, as the
     arange of positions does.
     """
@@ -272,7 +272,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 # -- writing ---------------------------------------------------------------------------------------
-def copied(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph, whose nodes have the same names and values."""
     copy = fx.Graph()
     result = copy.graph_copy(graph, {})
@@ -313,7 +313,7 @@ def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
         cursor = node
 
 
-def ordered(graph: fx.Graph) -> bool:
+def sort(graph: fx.Graph) -> bool:
     """Sort a graph topologically, keeping its order where inputs allow that. Return False, and
     leave the graph as it was, where there is a cycle.
     """

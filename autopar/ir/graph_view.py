@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import blocks, inlined, module_path
+from autopar.ir.graph import blocks, inline, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.show import communicates, entries, function_name, is_named, part_text, subgraph_of
 
@@ -89,7 +89,7 @@ class GraphNode:
 
 def first_block(module: fx.GraphModule) -> str:
     """Return the name of the first repeated block, such as "blocks.0"; ALL where there is none."""
-    return next(iter(blocks(inlined(module).graph.nodes)), ALL)
+    return next(iter(blocks(inline(module).graph.nodes)), ALL)
 
 
 def part_of(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
@@ -101,7 +101,7 @@ def part_of(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
     >>> [node.name for node in part_of(fx.symbolic_trace(net), "_1").graph.nodes]
     ['_0', '_1', 'output']
     """
-    module = inlined(module)
+    module = inline(module)
     if pattern == ALL:
         return module
     nodes = [n for n in module.graph.nodes if _fits(n, pattern)]
@@ -157,7 +157,7 @@ def _facts(node: fx.Node) -> GraphNode:
     )  # fmt: skip
 
 
-def coloured(layout: str) -> str:
+def colour_layout(layout: str) -> str:
     """Return a layout as HTML, each state in its colour of STATE_STYLE.
 
     >>> print(coloured("x:S(0) y:P"))
@@ -188,7 +188,7 @@ def notebook(module: fx.GraphModule) -> str:
     """Return a graph as a notebook shows it: the rows of `page`, folded and with the headlines of
     `listing(module, fold=True)`, as HTML without script and links; MOST_ROWS of them at most.
     """
-    module = inlined(module)
+    module = inline(module)
     rows, nodes = [], nodes_of(module)
     facts = {node.name: node for node in nodes}
     for text, node in entries(module, fold=True):
@@ -241,7 +241,7 @@ def _row(node: GraphNode, names: Collection[str] | None = None) -> str:
     again = " (again in the backward)" if node.again else ""
     shape = "" if node.shape is None else part_text(node.shape, node.full_shape)
     cells = [html.escape(node.name), html.escape(function + again), links, shape,
-             node.dtype or "", coloured(node.layout or "")]  # fmt: skip
+             node.dtype or "", colour_layout(node.layout or "")]  # fmt: skip
     cells += [] if names is None else [html.escape(node.subgraph)]
     row = "".join(f"<td>{cell}</td>" for cell in cells)
     name = "" if names is None else f' id="{html.escape(node.name)}"'

@@ -60,7 +60,7 @@ def unpadded_shape(shape: Sequence[int], pads: Pads) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def resized(layout: Layout, before: Pads, after: Pads) -> Layout:
+def resize(layout: Layout, before: Pads, after: Pads) -> Layout:
     """Return the layout of a tensor whose dims are padded to other sizes: every axis holds the same
     digit of the same factor. Raises LayoutError where the new sizes do not divide.
 

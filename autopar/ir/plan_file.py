@@ -196,7 +196,7 @@ def load(path: str | os.PathLike[str]) -> Reader:
     field that is wrong; WorldError where all faults are in its world.
     """
     text = json_file.read(path, PLAN)
-    return Reader(json_file.checked(_plan_adapter(), text, str(path), PLAN), str(path))
+    return Reader(json_file.read_json(_plan_adapter(), text, str(path), PLAN), str(path))
 
 
 def inside(data: Any, where: str) -> Reader:

@@ -7,7 +7,7 @@ every rank.
 
 A collective that fails becomes a RankError that names the collective, the module of the model and
 the ranks that are missing; gloo says "Connection closed by peer". comm.py calls `explain` where it
-waits for a collective; runtime/backends.py wraps the forward and the backward in `guarded`.
+waits for a collective; runtime/backends.py wraps the forward and the backward in `guard`.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ _TIMED_OUT = re.compile(r"time ?d? ?out", re.IGNORECASE)
 _GENERATED = "<eval_with_key>"  # the file name that fx gives to generated code
 
 
-def guarded(run: Callable[..., Any], phase: str) -> Callable[..., Any]:
+def guard(run: Callable[..., Any], phase: str) -> Callable[..., Any]:
     """Return the same function with failures of its collectives explained by `explain`.
 
     `phase` is "forward" or "backward"; the other ranks see in which one this rank is.

@@ -3,7 +3,7 @@ that are gathered again there.
 
 passes/recompute.py puts `recompute_in_backward` around a block whose activations are not saved, and
 `regather_in_backward` around a matmul whose gathered weight is not saved: the shard is, and the
-gather runs again. runtime/backends.py calls `tagged` and `spread`, which say the same to torch's
+gather runs again. runtime/backends.py calls `tag` and `spread`, which say the same to torch's
 partitioners by tags. `interpret` runs an emitted graph node by node with a callback;
 runtime/reference.py and runtime/verify.py use it.
 """
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import OpOverload
-from autopar.ir.graph import inlined
+from autopar.ir.graph import inline
 
 
 def recompute_in_backward(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
@@ -215,11 +215,11 @@ def _save_matmuls() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def tagged(module: fx.GraphModule) -> fx.GraphModule:
+def tag(module: fx.GraphModule) -> fx.GraphModule:
     """Return the module as one flat graph whose recomputed nodes have the tags of torch's
     partitioners: `CheckpointPolicy.MUST_RECOMPUTE`, and a number for each block.
     """
-    flat = inlined(module)
+    flat = inline(module)
     numbers: dict[str, int] = {}
     for node in flat.graph.nodes:
         if "block" in node.meta and node.meta["again"]:
@@ -285,6 +285,6 @@ def interpret(module: fx.GraphModule, inputs: list[Any], visit: Visit) -> Any:
     raise AssertionError("a graph has an output")
 
 
-def unchanged(_: fx.Node, result: Any) -> Any:
+def identity(_: fx.Node, result: Any) -> Any:
     """Return the result as it is: the visit that does nothing."""
     return result

@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar._compat import LazyGraphModule
-from autopar.ir.graph import add_call, add_node, copied
+from autopar.ir.graph import add_call, add_node, copy_graph
 from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
 from autopar.ir.sharding_rule import bound
 from autopar.ops.rules.shapes import DRAWS
@@ -41,7 +41,7 @@ def draws(program: Program) -> Program:
     """
     if not any(_is_rewritten(n) or _has_no_dtype(n) for n in program.module.graph.nodes):
         return program
-    graph = copied(program.module.graph)
+    graph = copy_graph(program.module.graph)
     for node in list(graph.nodes):
         if _has_no_dtype(node):
             node.update_kwarg("dtype", node.meta["val"].dtype)

@@ -33,10 +33,10 @@ from torch import Tensor, fx
 
 from autopar._compat import LazyGraphModule, without_modes
 from autopar.ir.band import LONG, Band
-from autopar.ir.graph import add_call, add_node, copied
+from autopar.ir.graph import add_call, add_node, copy_graph
 from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, bound, shape_of, value_of
-from autopar.ops.devices import renamed
+from autopar.ops.devices import rename_devices
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def masks(program: Program) -> Program:
     nodes = program.module.graph.find_nodes(op="call_function", target=SDPA)
     if not any(_is_masked(node) for node in nodes):
         return program
-    graph = copied(program.module.graph)
+    graph = copy_graph(program.module.graph)
     reader, rewritten = _Reader(), False
     for node in graph.find_nodes(op="call_function", target=SDPA):
         if _is_masked(node):
@@ -343,7 +343,7 @@ class _Reader:
             return None
         cpu = torch.device("cpu")
         args, kwargs = (
-            fx.map_arg(renamed(x, lambda _: cpu), operands.__getitem__)
+            fx.map_arg(rename_devices(x, lambda _: cpu), operands.__getitem__)
             for x in (node.args, node.kwargs)
         )
         function: Any = node.target

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import add_node, ancestors, copied, producer, where
+from autopar.ir.graph import add_node, ancestors, copy_graph, producer, where
 from autopar.ir.program import (
     Annotations,
     Input,
@@ -116,7 +116,7 @@ class _Division:
         self.program, self.full_batch, self.count, self.split = program, full_batch, count, split
         self.notes: Annotations = full_batch.annotations
         self.twins = {node.name: node for node in full_batch.module.graph.nodes}
-        self.graph = copied(program.module.graph)
+        self.graph = copy_graph(program.module.graph)
         self.states: dict[fx.Node, State] = {}
         self.trained = set[fx.Node]()  # the nodes that depend on a parameter
         self.totals: dict[fx.Node, fx.Node] = {}  # a part's share -> the placeholder of the total

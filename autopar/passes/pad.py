@@ -38,7 +38,7 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.ir.dim_roles import dim_kinds
-from autopar.ir.graph import add_call, add_node, copied, producer
+from autopar.ir.graph import add_call, add_node, copy_graph, producer
 from autopar.ir.padding import Pad, padded_shape, unpadded_shape
 from autopar.ir.program import Atom, Program, Value, returned_names, same_inputs
 from autopar.ir.sharding_rule import (
@@ -511,7 +511,7 @@ class _Padding:
 
     def __init__(self, program: Program, sizes: Mapping[int, int]) -> None:
         self.program, self.spread = program, _Spread(program, sizes)
-        self.graph = copied(program.module.graph)
+        self.graph = copy_graph(program.module.graph)
         self.padded: dict[Value, fx.Node] = {}
         self.plain: dict[Value, fx.Node] = {}
 

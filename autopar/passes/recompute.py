@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import block_of, blocks, stored
+from autopar.ir.graph import block_of, blocks, stored_nodes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, same_inputs
 from autopar.ir.sharding_rule import OpShardingRule
@@ -155,7 +155,7 @@ def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
     them. Biases and the like are left out, as autograd does not save them.
     """
     rules = _sharding_rules(program)
-    on_stored, groups = stored(program), []
+    on_stored, groups = stored_nodes(program), []
     for node in program.module.graph.nodes if names else ():
         if node.op != "call_function" or node in on_stored or "step" in node.meta:
             continue
@@ -176,7 +176,7 @@ def _rerun_groups(program: Program, names: frozenset[str]) -> list[_Group]:
     nodes, rules = program.module.graph.nodes, _sharding_rules(program)
     return [
         _Group(rerun_in_backward, *group)
-        for group in selective_groups(nodes, names, rules, stored(program))
+        for group in selective_groups(nodes, names, rules, stored_nodes(program))
     ]
 
 

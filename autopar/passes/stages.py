@@ -130,7 +130,7 @@ def _items(graph: fx.Graph) -> Sequence[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=operator.getitem))
 
 
-def balanced(seconds: Mapping[str, float], count: int) -> tuple[str, ...]:
+def balance(seconds: Mapping[str, float], count: int) -> tuple[str, ...]:
     """Return the block that each stage but the first begins with, of so many stages of consecutive
     blocks whose slowest one is as fast as can be. `seconds`: of each block, in their order.
 

@@ -111,7 +111,7 @@ def lower_bounds(
 
 
 @without_collection()
-def bounded(
+def bound_candidates(
     program: Program,
     candidates: Sequence[Candidate],
     world: World,

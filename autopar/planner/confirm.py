@@ -37,7 +37,7 @@ from autopar.planner.plan_notes import (
     expert_notes,
     idle_note,
     padding_notes,
-    replicated,
+    replicated_matmuls,
     uneven_notes,
 )
 from autopar.planner.rematerialize import rematerialize_to_fit
@@ -116,7 +116,9 @@ def _with_reasons(
     notes += expert_notes(chosen, plan)
     sentences = plan.unsplit
     if request.layout == "auto":
-        idle = [each for each in replicated(chosen, plan.mesh, plan.choices) if each.divides]
+        idle = [
+            each for each in replicated_matmuls(chosen, plan.mesh, plan.choices) if each.divides
+        ]
         if idle:
             seconds = compute_seconds_by_node(program, world)
             notes = (*notes, idle_note(chosen, plan, idle, seconds))

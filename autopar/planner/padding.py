@@ -29,9 +29,9 @@ from torch import fx
 from autopar.cost.simulator import bucket_seconds
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.dim_roles import dim_kinds
-from autopar.ir.graph import producer, remembered
+from autopar.ir.graph import producer, remember
 from autopar.ir.layout import Layout
-from autopar.ir.padding import Pad, plain_shards, resized
+from autopar.ir.padding import Pad, plain_shards, resize
 from autopar.ir.plan import Choice, Padding, Plan
 from autopar.ir.program import Atom, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of
@@ -340,7 +340,7 @@ def _carried_over(planned: Program, wide: Program, narrow: Program, world: World
         if layout is None or value is None:
             return layout
         if value in narrow.padding:
-            return resized(layout, wide.padding[value], narrow.padding[value])
+            return resize(layout, wide.padding[value], narrow.padding[value])
         shape = shape_of(results_of(nodes[value[0]])[value[1]])
         if layout.shape != shape:  # of a weight that is padded piece by piece in the graph
             raise LayoutError(f"{value[0]} of {shape} has no padding to carry {layout.shape} to")
@@ -387,7 +387,7 @@ def _carried_over(planned: Program, wide: Program, narrow: Program, world: World
 def _annotated(program: Program, sizes: Sizes) -> Program:
     """Return the padded program, annotated as the unpadded one is: once for each of these sizes."""
     bare = dataclasses.replace(program, tensors={}, plan=None)
-    padded = remembered(
+    padded = remember(
         program.module.graph,
         "padded",
         (program.annotations, program.signature),

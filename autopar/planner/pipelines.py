@@ -229,15 +229,15 @@ def _runs(full: Program, traced: fx.Graph, requested: Stages, like: Plan | None)
     by_block = cutting.seconds_by_block(traced, by_node)
     if requested.schedule != "auto":
         pipeline = Pipeline(count, requested.rounds)
-        starts = cutting.balanced(by_block, pipeline.stages)
+        starts = cutting.balance(by_block, pipeline.stages)
         return [_Run.of(full, requested.schedule, pipeline, starts)]
-    runs = [_Run.of(full, "1f1b", Pipeline(count), cutting.balanced(by_block, count))]
+    runs = [_Run.of(full, "1f1b", Pipeline(count), cutting.balance(by_block, count))]
     for rounds in _ROUNDS:
         pipeline = Pipeline(count, rounds)
         if pipeline.stages > len(by_block):
             break
         try:
-            starts = cutting.balanced(by_block, pipeline.stages)
+            starts = cutting.balance(by_block, pipeline.stages)
             runs.append(_Run.of(full, "interleaved", pipeline, starts))
         except PlanError:  # not for this number of micro-batches, or a stage trains nothing
             break

@@ -77,7 +77,7 @@ def half_hidden(contender: Contender) -> float:
     return (contender.least_step + contender.plan.seconds) / 2
 
 
-def exposed(contender: Contender, share: float) -> float:
+def exposed_seconds(contender: Contender, share: float) -> float:
     """Return the seconds of what cannot overlap: `least_step` has a `share` of the others."""
     if share == 1:
         return contender.least_step
@@ -95,7 +95,7 @@ def _by_step(
     least = shares(world)[-1]
     for done, contender in enumerate(sorted(contenders, key=lambda each: each.least_step)):
         tell("plans simulated", done, len(contenders))
-        if not steps or exposed(contender, least) <= _HARDLY * min(steps.values()):
+        if not steps or exposed_seconds(contender, least) <= _HARDLY * min(steps.values()):
             if contender not in known:
                 known[contender] = _step(contender.deep, world)
             steps[contender] = known[contender]

@@ -4,7 +4,7 @@ first, until one fits by its exact peak.
 What a plan stores of its parameters, and what one that drops nothing keeps for its backward, are
 bytes that no peak is below: a plan that exceeds the limit with these is never made.
 
-`ranked` gives the order. Eliminating the variables one by one (elimination.py) leaves, for each of
+`by_cost` gives the order. Eliminating the variables one by one (elimination.py) leaves, for each of
 them, what all that comes before it costs at least. Read backwards that is an exact estimate for a
 best-first search (Hart, Nilsson and Raphael's A*, 1968): a branch is entered only for what it
 holds. Tables of bytes, eliminated in the same order, say what a branch needs at least.
@@ -120,7 +120,7 @@ def ascending(
     problem = Search(program, mesh, world, constraint)
     problem.enter()
     capped = [(_bytes(problem, saved), cap) for saved, cap in caps]
-    for seconds, values in ranked(problem.sizes, problem.tables, capped):
+    for seconds, values in by_cost(problem.sizes, problem.tables, capped):
         yield problem.plan(seconds, values)
 
 
@@ -153,7 +153,7 @@ class _Step(NamedTuple):
     more: Array
 
 
-def ranked(
+def by_cost(
     sizes: Sequence[int],
     tables: Sequence[Table],
     capped: Sequence[tuple[Sequence[Table], float]] = (),

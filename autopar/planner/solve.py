@@ -28,7 +28,7 @@ from autopar.cost.activations import Price, activation_bytes
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.garbage import without_collection
-from autopar.ir.graph import remembered
+from autopar.ir.graph import remember
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -39,7 +39,7 @@ from autopar.planner.bound import (
     Bound,
     Bounded,
     Choices,
-    bounded,
+    bound_candidates,
     bounds_of,
     lower_bounds,
     near,
@@ -268,7 +268,7 @@ def quick_best(
     if need_no_bound(candidates):
         return _best_of_all(program, candidates, world, price)
     return _quickly_best(
-        program, candidates, bounded(program, candidates, world, price), world, price
+        program, candidates, bound_candidates(program, candidates, world, price), world, price
     )
 
 
@@ -284,7 +284,7 @@ def best_at_shares(
         return
     shares = [program.counting.share for program in programs for _ in candidates]
     every = [candidate for _ in programs for candidate in candidates]
-    every_bound = bounded(programs[0], every, world, None, shares)
+    every_bound = bound_candidates(programs[0], every, world, None, shares)
     for number, program in enumerate(programs):
         own = every_bound[number * len(candidates) : (number + 1) * len(candidates)]
         yield _quickly_best(program, candidates, own, world, None)
@@ -349,7 +349,7 @@ class ShortenedModel:
         bare = dataclasses.replace(program, tensors={}, plan=None)
         reads = (program.annotations, program.signature, program.padding, program.chains, world)
         graph, counting = program.module.graph, program.counting
-        return remembered(graph, "search", reads, lambda: ShortenedModel(bare, world), counting)
+        return remember(graph, "search", reads, lambda: ShortenedModel(bare, world), counting)
 
     def once(self, what: str, layout: Layouts, find: Callable[[], T]) -> T:
         """Return what `find` finds for a layout, which depends on nothing else."""
@@ -384,7 +384,7 @@ class ShortenedModel:
     def deep(self) -> DeepModel:
         """The program with its runs of equal blocks."""
         graph, bare = self.program.module.graph, dataclasses.replace(self.program, tensors={})
-        known = self._same or remembered(
+        known = self._same or remember(
             graph, "blocks", (self.program.signature,), lambda: DeepModel(bare)
         )
         return DeepModel(self.program, known)

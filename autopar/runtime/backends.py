@@ -47,8 +47,8 @@ from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_
 from autopar.errors import PlanError
 from autopar.ir.graph import where
 from autopar.ir.program import Program
-from autopar.ops.process_groups import guarded
-from autopar.ops.recomputation import interpret, spread, tagged
+from autopar.ops.process_groups import guard
+from autopar.ops.recomputation import interpret, spread, tag
 from autopar.ops.sharded.dropout import FORMULAS
 from autopar.passes import OPTIONS, overlap_derived
 from autopar.passes.overlap import DerivedGraph, collectives_in_order, erase_unused
@@ -224,7 +224,7 @@ class Scheduled:
         if self.backend == "inductor":
             decompositions = inductor_decompositions() | FORMULAS
         self.forward, self.backward, self._above = None, None, 0.0
-        module = tagged(self.module)  # values that the plan recomputes are not saved
+        module = tag(self.module)  # values that the plan recomputes are not saved
         module, self._late = as_constants(module, self._constant)
         keeps = self.backend != "inductor"  # which reuses the memory of what was saved
         compiling = self._compiled, self._partition, decompositions
@@ -241,10 +241,10 @@ class Scheduled:
         backward = gm is not self.forward
         run = self._unguarded(gm, example_inputs, backward)
         if not backward or self._deferred is None:  # a graph without gradients has no backward
-            return guarded(_without_views(run), "forward")
+            return guard(_without_views(run), "forward")
         self._backward_inputs = list(example_inputs)
         forms = self._deferred
-        forms.begin(_taking_a_list(guarded(run, "backward")))
+        forms.begin(_taking_a_list(guard(run, "backward")))
         return takes_a_list(lambda values: forms.run(values, self.accumulator))
 
     @property
@@ -270,7 +270,7 @@ class Scheduled:
         more = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
         inputs = [*self._backward_inputs, *more[len(self._backward_inputs) :]]
         module.graph = self._scheduled(module.graph, "backward", self._step).graph
-        return _taking_a_list(guarded(self._unguarded(module, inputs, backward=True), "backward"))
+        return _taking_a_list(guard(self._unguarded(module, inputs, backward=True), "backward"))
 
     def _unguarded(
         self, gm: fx.GraphModule, example_inputs: Any, backward: bool

@@ -175,7 +175,7 @@ def test_attention_is_timed_over_a_grid(monkeypatch: pytest.MonkeyPatch) -> None
     own = [(FLOAT, Attends(24, 4, True)), (FLOAT, Attends(10**7, 16, False))]
     device = torch.device("cpu")
     known = replace(PLAIN, flop_per_s={"float32": 1e9})
-    wanted = timing.wanted(own, [FLOAT], known, False)
+    wanted = timing.attention_cases(own, [FLOAT], known, False)
     assert {one.shape.keys for one in wanted if not one.shape.causal} == {16, 64}
     products = [Matmul(FLOAT, 8, 8, 8)]
     times, each, others = time_computing(products, wanted, device, 0.01, lambda *_: None)

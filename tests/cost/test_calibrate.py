@@ -112,7 +112,7 @@ def test_least_squares_without_negatives() -> None:
 
 def test_levels_and_factors_are_recovered() -> None:
     factors = {"all_gather": 1.3, "broadcast": 0.7}
-    world = fit.fitted(GUESS, lines(modelled_times(TRUE, factors)))
+    world = fit.fit_world(GUESS, lines(modelled_times(TRUE, factors)))
     for found, true in zip(world.levels, TRUE.levels, strict=True):
         assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3)
         assert found.latency_s == pytest.approx(true.latency_s, rel=1e-3)
@@ -123,14 +123,14 @@ def test_levels_and_factors_are_recovered() -> None:
 
 
 def test_noise_shifts_them_little() -> None:
-    world = fit.fitted(GUESS, lines(modelled_times(TRUE, {}, noise=0.1)))
+    world = fit.fit_world(GUESS, lines(modelled_times(TRUE, {}, noise=0.1)))
     for found, true in zip(world.levels, TRUE.levels, strict=True):
         assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.15)
 
 
 def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
     """8 ranks as 2 × 2 × 2, over the outer and the inner axis: no single stride says that."""
-    world = fit.fitted(GUESS, lines(modelled_times(TRUE, {"all_reduce": 1.0})))
+    world = fit.fit_world(GUESS, lines(modelled_times(TRUE, {"all_reduce": 1.0})))
     traffic, mesh = Traffic("all_reduce", 10**6), Mesh.parse("a2.b2.c2")
     price = collective_cost(traffic, ("a", "c"), mesh, 4, world, flat_algorithms)
     true = collective_cost(traffic, ("a", "c"), mesh, 4, TRUE, flat_algorithms)
@@ -268,7 +268,7 @@ def test_other_ranks_than_the_world_has() -> None:
 
 
 # -- files -----------------------------------------------------------------------------------------
-CALIBRATED = fit.fitted(GUESS, lines(modelled_times(TRUE, {}))[:4])
+CALIBRATED = fit.fit_world(GUESS, lines(modelled_times(TRUE, {}))[:4])
 
 
 def test_a_calibrated_world_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -192,7 +192,7 @@ def test_sums_that_no_matmul_needs_go_together() -> None:
         late(1, 6),
     ]
     assert together(events, 8) == [[3, 5]]  # one leads to a product, one hangs on both
-    found = buckets.joined(events, [[3, 5]], lambda members: as_one_event(events, members))
+    found = buckets.fuse_buckets(events, [[3, 5]], lambda members: as_one_event(events, members))
     assert [e.after for e in found] == [(), (0,), (1,), (2,), (2, 3), (4,), (5,)]
     assert [e.name == "bucket" for e in found].index(True) == 4  # where the last of them stood
 
@@ -210,7 +210,7 @@ def test_gathers_go_together_before_the_first_use() -> None:
     events = [*pair, sent(1, **ahead), sent(1, 3, lane="y", **ahead), op(9, 2, 4)]
     found = together(events, 8)
     assert found == [[0, 3], [1, 4]]
-    made = buckets.joined(events, found, lambda members: as_one_event(events, members))
+    made = buckets.fuse_buckets(events, found, lambda members: as_one_event(events, members))
     assert [(e.name, e.after) for e in made] == [
         ("bucket", ()), ("bucket", (0,)), ("op", (1,)), ("op", (1, 2))
     ]  # fmt: skip

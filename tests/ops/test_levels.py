@@ -17,7 +17,7 @@ import models
 from autopar.cost.algorithms import algorithms, stages
 from autopar.cost.communication import collective_cost, flat_price, sent, sent_collectives
 from autopar.cost.communication import hierarchies as levels_of
-from autopar.ir.graph import stored
+from autopar.ir.graph import stored_nodes
 from autopar.ir.layout import Element, I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import reshard_steps
@@ -199,7 +199,7 @@ def test_what_is_looked_up_for_positions_is_stored() -> None:
     program = autopar.plan(model, UNEQUAL, args, layout="ddp").context.program
     late = [move for move in sent_collectives(program) if move.backward]
     looked_up = [m for m in late if m.node.all_input_nodes[0].name.startswith("embedding")]
-    assert looked_up and all(move.node in stored(program) for move in looked_up)
+    assert looked_up and all(move.node in stored_nodes(program) for move in looked_up)
 
 
 def test_what_may_be_joined_goes_in_the_same_levels() -> None:

@@ -28,7 +28,7 @@ from autopar.cost.simulator.graph_events import (
     group_of,
     is_wait,
 )
-from autopar.ir.graph import copied
+from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import group_ranks
 from autopar.ops import comm
 from autopar.passes.overlap import DerivedGraph, chunk, facts_of
@@ -175,7 +175,7 @@ def inputs(graph: fx.Graph) -> list[list[Any]]:
 
 def widened(graph: fx.Graph) -> fx.Graph:
     """The graph for numbers in float64."""
-    found = copied(graph)
+    found = copy_graph(graph)
     for node in found.nodes:
         if node.kwargs.get("dtype") is torch.float32:
             node.kwargs = {**node.kwargs, "dtype": torch.float64}
@@ -208,7 +208,7 @@ def test_pieces_give_the_same_numbers(layout: str) -> None:
         assert found is not graph
         found = ordered(found, run, phase, WORLD)
         assert same(found, graph)
-        found = copied(found)
+        found = copy_graph(found)
         before = [node.target for node in found.nodes]
         passed("reinplace", DerivedGraph(found, phase))
         assert [node.target for node in found.nodes] != before

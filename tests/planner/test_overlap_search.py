@@ -120,12 +120,12 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contender(least_step: float, exposed: float, name: str) -> Contender:
-    """A plan that takes `exposed` seconds where what can overlap takes no time."""
+    """A plan that takes `exposed_seconds` seconds where what can overlap takes no time."""
     full = exposed + (least_step - exposed) / solve.shares(WORLD)[-1]
     program = SimpleNamespace(name=name, plan=SimpleNamespace(seconds=full))
     deep: Any = SimpleNamespace(program=program, runs=())
     made = Contender(deep, least_step)
-    assert simulate.exposed(made, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
+    assert simulate.exposed_seconds(made, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
     return made
 
 

@@ -21,7 +21,7 @@ import torch
 from autopar.cost.algorithms import summing_s_per_byte
 from autopar.cost.calibration import fit, measure
 from autopar.cost.calibration.contention import measure_contention
-from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
+from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fit_world, six
 from autopar.cost.calibration.measure import (
     Case,
     Matmul,
@@ -29,7 +29,7 @@ from autopar.cost.calibration.measure import (
     after_warming,
     in_rounds,
     part,
-    warmed,
+    warm_up,
 )
 from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
@@ -112,7 +112,7 @@ def calibrate(
         device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
     )
     share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
-    grid = fit.wanted(attended, _dtypes(gpu), world.device, gpu)
+    grid = fit.attention_cases(attended, _dtypes(gpu), world.device, gpu)
     world = _with_computing(world, products, grid, device, seconds, share, progress)
     return world if world.ranks == 1 else _with_collectives(world, device, seconds, share, progress)
 
@@ -164,7 +164,7 @@ def _with_collectives(
     share = _ON_COLLECTIVES - _ON_CONTENTION
     times = time_collectives(all_cases, device, seconds * share, part(progress, start, share))
     measured = lines(times)
-    world = fitted(
+    world = fit_world(
         world, [*measured, *scatter_of_measures(measured, world.device)] if gloo else measured
     )
     contention = measure_contention(
@@ -202,7 +202,7 @@ def time_collectives(
     with measure.groups(list(dict.fromkeys(case.pattern for case in wanted))) as names:
         runs = [measure.collective(case, names[case.pattern], numbers) for case in wanted]
         takes_part = [case.together or _in_first_group(case.pattern, rank) for case in wanted]
-        times, seconds = warmed(runs, takes_part, device, seconds, progress, "collectives")
+        times, seconds = warm_up(runs, takes_part, device, seconds, progress, "collectives")
 
         def once(index: int) -> float:
             measure.barrier()
@@ -245,7 +245,7 @@ def time_computing(
     run_other_ops, op_bytes = measure.other_ops(device)
     runs = [*_products(wanted, device), run_other_ops]
     count = len(runs)
-    often, seconds = warmed(runs, [True] * count, device, seconds, progress, "products")
+    often, seconds = warm_up(runs, [True] * count, device, seconds, progress, "products")
 
     def once(index: int) -> float:
         if index >= count:

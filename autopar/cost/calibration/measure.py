@@ -324,7 +324,7 @@ def part(progress: Progress, start: float, share: float) -> Progress:
     return lambda done, doing: progress(start + share * done, doing)
 
 
-def warmed(
+def warm_up(
     works: Sequence[Callable[[], object]],
     joins: Sequence[bool],
     device: torch.device,

@@ -340,7 +340,7 @@ def _bucketed_timelines(step: Events) -> Iterator[Timeline]:
         fused = buckets.together(apart, keys, leads, run, size)
         key = tuple(tuple(members) for members in fused)
         if key not in timelines:
-            events = buckets.joined(apart, fused, step.fuse)
+            events = buckets.fuse_buckets(apart, fused, step.fuse)
             timelines[key] = first  # without buckets, where these wait for one another
             if events is not None:
                 timelines[key] = Timeline(events, simulate_overlap(events, defers=(run.defer,)))

@@ -1,7 +1,7 @@
 """Buckets: small collectives of one kind, group and element type that are fused into one.
 
-`together` says which collectives of a step are fused, in what order and up to what size; `joined`
-makes a step's events with them fused. `timeline` calls both for a modelled step,
+`together` says which collectives of a step are fused, in what order and up to what size;
+`fuse_buckets` makes a step's events with them fused. `timeline` calls both for a modelled step,
 passes/overlap/bucket.py for the graphs that run.
 
 Fused are sums of gradients on which no matmul depends any more, and gathers of stored tensors, in
@@ -99,7 +99,7 @@ def _fusable(
     return fusable
 
 
-def joined(
+def fuse_buckets(
     events: Sequence[Event], buckets: Sequence[Bucket], event_of: Callable[[Bucket], Event]
 ) -> tuple[Event, ...] | None:
     """Return the events with each bucket as one event, which `event_of` makes except for what it

@@ -27,7 +27,7 @@ from autopar.cost.network import Pattern, pattern, size, within
 from autopar.cost.parts import is_once
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.engine import Event
-from autopar.ir.graph import inlined, stored
+from autopar.ir.graph import inline, stored_nodes
 from autopar.ir.program import Program, Value
 from autopar.ir.strategy import Strategy
 from autopar.world import World
@@ -69,7 +69,7 @@ class Events:
     def __init__(
         self, program: Program, world: World, deferred: Collection[Value] | None = None
     ) -> None:
-        program = dataclasses.replace(program, module=inlined(program.module))
+        program = dataclasses.replace(program, module=inline(program.module))
         assert program.plan is not None and program.annotations is not None
         self.program, self.world, self.deferred = program, world, deferred
         self.plan, self.notes = program.plan, program.annotations
@@ -79,7 +79,7 @@ class Events:
         # The collectives that may be fused, and the bytes of the unsharded value of each.
         self.joinable: dict[int, tuple[_FuseKey, float]] = {}
         self.events_of: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value depends on
-        self.ahead = stored(program)
+        self.ahead = stored_nodes(program)
         self.last = {n.meta["source"]: n for n in self.nodes if _computes(n)}
         self.entries = {entry.node: entry for entry in program.signature.inputs}
         self.gradients: dict[fx.Node, tuple[int, ...]] = defaultdict(tuple)

@@ -72,7 +72,7 @@ def operand_shape(node: fx.Node) -> tuple[int, ...]:
     return shape_of(value)
 
 
-def named(
+def name_dims(
     shape: tuple[int, ...], sizes: dict[str, int], prefix: str = "d"
 ) -> list[tuple[str, ...]]:
     """Return one factor of its own for each dim of a shape, and enter their sizes in `sizes`."""

@@ -28,7 +28,7 @@ from autopar.ops.sharded.index_hash import (
     hash_words,
     in_rows,
     keys_of,
-    signed,
+    to_signed,
 )
 from autopar.ops.sharded.vocabulary import Digit
 
@@ -163,7 +163,7 @@ def _in_blocks(
     rows, row = in_rows(how.shard.index_tables(x.shape, coordinates, x.device), x.device)
     narrow, keys = math.prod(how.shard.shape) <= 2**31, keys_of(seed)
     if narrow:
-        rows, row, keys = rows.int(), row.int(), (signed(keys[0]), signed(keys[1]))
+        rows, row, keys = rows.int(), row.int(), (to_signed(keys[0]), to_signed(keys[1]))
     hashed, threshold = (hash_words, -(2**31)) if narrow else (hash_of, 0)
     threshold += round(how.p * 2**32)
     source, target = x.reshape(-1, len(row)), y.view(-1, len(row))

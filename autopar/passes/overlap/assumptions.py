@@ -33,7 +33,7 @@ from torch import Tensor, fx
 
 from autopar._compat import OpOverload
 from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait, writes
-from autopar.ir.graph import add_node, copied
+from autopar.ir.graph import add_node, copy_graph
 from autopar.ir.program import Program
 from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, collectives_in_order
 from autopar.world import World
@@ -136,7 +136,7 @@ def as_constants(module: fx.GraphModule, places: frozenset[int]) -> tuple[fx.Gra
     """Return the module with these results detached, and a set. Tracing the module fills the set
     with the places of those that would have a gradient.
     """
-    graph, differentiable = copied(module.graph), set[int]()
+    graph, differentiable = copy_graph(module.graph), set[int]()
     output = graph.output_node()
     returned: Any = output.args[0]
     results = list(returned)

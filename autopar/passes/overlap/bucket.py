@@ -38,7 +38,7 @@ from autopar.cost.simulator.graph_events import (
     listed_seconds,
 )
 from autopar.cost.simulator.step_events import ROOTED
-from autopar.ir.graph import add_call, add_node, copied, ordered
+from autopar.ir.graph import add_call, add_node, copy_graph, sort
 from autopar.passes.overlap import (
     DerivedGraph,
     GraphFacts,
@@ -91,11 +91,11 @@ def fuse_buckets(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Gr
     """Return a copy of the graph with each bucket fused; None where buckets depend on one
     another.
     """
-    fused = copied(graph)
+    fused = copy_graph(graph)
     twins = dict(zip(graph.nodes, fused.nodes, strict=True))
     for members in several:
         fuse(fused, [twins[node] for node in members])
-    return fused if ordered(fused) else None
+    return fused if sort(fused) else None
 
 
 def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]]]:

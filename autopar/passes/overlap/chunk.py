@@ -38,7 +38,7 @@ from autopar.cost.simulator.graph_events import (
     off_path,
     op_seconds,
 )
-from autopar.ir.graph import add_node, copied, ordered
+from autopar.ir.graph import add_node, copy_graph, sort
 from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, elements_sent
 from autopar.passes.overlap.chunk_units import (
     MATMULS,
@@ -59,13 +59,13 @@ def chunk_units_of(graph: fx.Graph, units: Sequence[Unit]) -> fx.Graph:
     """Return a copy of the graph with these units of it in pieces; the graph itself without any."""
     if not units:
         return graph
-    chunked = copied(graph)
+    chunked = copy_graph(graph)
     twins = dict(zip(graph.nodes, chunked.nodes, strict=True))
     values: dict[Any, Any] = {}
     for unit in units:
         twin = Unit({twins[node]: cut for node, cut in unit.cut_of.items()}, unit.pieces)
         _ChunkWriter(chunked, twin, values).cut()
-    sorted_ = ordered(chunked)
+    sorted_ = sort(chunked)
     assert sorted_, "pieces wait for one another"
     return chunked
 

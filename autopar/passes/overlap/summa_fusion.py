@@ -35,7 +35,7 @@ from autopar.cost.simulator.graph_events import (
     off_path,
 )
 from autopar.cost.simulator.step_events import ROOTED
-from autopar.ir.graph import add_call, copied, ordered
+from autopar.ir.graph import add_call, copy_graph, sort
 from autopar.passes.overlap import (
     DerivedGraph,
     GraphFacts,
@@ -103,7 +103,7 @@ def panel_choices(derived: DerivedGraph, world: World) -> Iterator[fx.Graph]:
     off_critical_path = panels & off_path(listed)
     fewest = _count_collectives(graph)
     for together in (set[fx.Node](), off_critical_path, panels):
-        candidate = copied(graph)
+        candidate = copy_graph(graph)
         twins = dict(zip(graph.nodes, candidate.nodes, strict=True))
         _send_once(candidate)
         for kind, write in _WRITERS.items():
@@ -111,7 +111,7 @@ def panel_choices(derived: DerivedGraph, world: World) -> Iterator[fx.Graph]:
                 candidate, kind, {twins[node] for node in together}, most
             ):
                 write(candidate, members)
-        if _count_collectives(candidate) < fewest and ordered(candidate):
+        if _count_collectives(candidate) < fewest and sort(candidate):
             fewest = _count_collectives(candidate)
             yield candidate
 

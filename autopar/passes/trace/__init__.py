@@ -47,7 +47,7 @@ from autopar.passes.trace.original import refuse_difference
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
 from autopar.passes.trace.signature import check_call, signature_of
-from autopar.passes.trace.simplify import detached, simplify
+from autopar.passes.trace.simplify import detach, simplify
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.PARAMETER: "parameter",
@@ -272,7 +272,7 @@ def _read_outputs(exported: Captured) -> list[Output]:
 def _cut(value: fx.Node) -> fx.Node:
     """Detach a buffer's new value: the next step must not reach into this one's backward."""
     with value.graph.inserting_after(value):
-        return detached(value)
+        return detach(value)
 
 
 def _name_outputs(results: list[Output], graph: fx.Graph) -> list[Output]:

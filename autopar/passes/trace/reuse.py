@@ -45,7 +45,7 @@ from autopar._compat import (
     pytree,
     without_torch_functions,
 )
-from autopar.ir.graph import copied
+from autopar.ir.graph import copy_graph
 from autopar.ir.program import Program
 from autopar.ops.experts import experts_op
 from autopar.passes.trace.attribute_reads import AttributeReads
@@ -226,7 +226,7 @@ def traced_before(
 
 def _copy(program: Program, tensors: dict[str, torch.Tensor]) -> Program:
     """Return the program with a graph of its own and these tensors."""
-    module = fx.GraphModule(program.module, copied(program.module.graph))
+    module = fx.GraphModule(program.module, copy_graph(program.module.graph))
     return replace(program, module=module, tensors=tensors)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, exporting, pytree, unwrapped, version_of, without_modes
+from autopar._compat import FakeTensor, exporting, pytree, unwrap, version_of, without_modes
 from autopar.errors import TraceError
 from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
 from autopar.passes.trace.model_state import _VALUES, Snapshot, snapshot
@@ -194,7 +194,7 @@ class _Calls(TorchFunctionMode):
             self._differ(self.done[-1], self.earlier.done[len(self.done)])
 
     def _mark(self, value: torch.Tensor, mark: tuple[int, int | None]) -> None:
-        value = unwrapped(value)
+        value = unwrap(value)
         if id(value) not in self.known and isinstance(value, FakeTensor):
             setattr(value, _MARK, mark)
 
@@ -225,7 +225,7 @@ class _Calls(TorchFunctionMode):
         """Return what two calls are compared by; ("tensor", …) depends on more than constants."""
         if not isinstance(leaf, torch.Tensor):
             return _described(leaf)
-        leaf = unwrapped(leaf)
+        leaf = unwrap(leaf)
         if id(leaf) in self.known:
             return ("tensor", "held", self.names[id(leaf)])
         number, constant = getattr(leaf, _MARK, (self.number, None))

@@ -3,11 +3,11 @@ others are named, with what to write instead.
 
 Example: `F.gaussian_nll_loss` raises where a variance is negative, so export cannot follow it; its
 formula alone can be traced. `F.ctc_loss` becomes one operator. An `nn.AdaptiveLogSoftmaxWithLoss`
-picks the rows of each cluster, whose number depends on the targets: `unbranched` computes every
-cluster for every row. A batch norm with `momentum` None divides by the number of batches so far. A
-`torch.distributions.Normal` checks its arguments: `unbranched` turns that off. export.py calls
-`BRANCHLESS` and `unbranched` while it traces, `branching_function` and `packs_sequences` where a
-trace failed.
+picks the rows of each cluster, whose number depends on the targets: `without_branches` computes
+every cluster for every row. A batch norm with `momentum` None divides by the number of batches
+so far. A `torch.distributions.Normal` checks its arguments: `without_branches` turns that off.
+export.py calls `BRANCHLESS` and `without_branches` while it traces, `branching_function` and
+`packs_sequences` where a trace failed.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class _Unchecked:
 
 
 @contextmanager
-def unbranched(model: nn.Module) -> Iterator[None]:
+def without_branches(model: nn.Module) -> Iterator[None]:
     """For the time of this context, let distributions take their arguments unchecked, as the checks
     branch on values, and let modules of torch that branch have the forwards above. The first time
     for a model that has distributions or adaptive softmaxes, this warns.

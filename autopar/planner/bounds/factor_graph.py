@@ -28,7 +28,7 @@ from autopar.ir.graph import (
     module_path,
     numbered_block,
     producer,
-    remembered,
+    remember,
     repeats,
 )
 from autopar.ir.layout import Element
@@ -131,7 +131,7 @@ def frame(program: Program) -> Frame:
     searches for every layout and world read the same one.
     """
     reads = program.annotations, program.signature
-    return remembered(
+    return remember(
         program.module.graph, "factor graph", reads, _Builder(program).build, program.counting
     )
 

@@ -32,7 +32,7 @@ from autopar.ir.program import (
     under_autocast,
     without_autocast,
 )
-from autopar.ops.devices import default_generator, filled
+from autopar.ops.devices import default_generator, fill_on
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import as_planned_call
@@ -199,7 +199,7 @@ class StepGraph:
         self._placings: list[Any] = []  # of parameters that were compared with the plan
         for entry in program.signature.inputs:
             if entry.kind == "coordinate":
-                self._own[entry.node] = filled((1,), coordinate[entry.target], device)
+                self._own[entry.node] = fill_on((1,), coordinate[entry.target], device)
             elif entry.kind == "constant":
                 constant = constants[entry.target].detach()
                 self._own[entry.node] = (
@@ -322,7 +322,7 @@ class StepGraph:
             if entry.target != "seed":
                 return seed_at(self.seed.value, self.coordinate, entry.target)
             self.seed.value = next_seed(self.seed.value)
-            return filled((), self.seed.value, self.device)
+            return fill_on((), self.seed.value, self.device)
         if entry.kind == "coordinate":
             return self._own[entry.node]
         if entry.kind == "constant":

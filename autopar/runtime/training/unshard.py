@@ -5,7 +5,7 @@
     model.generate(prompt)
 
 The parts of one tensor after the other are gathered, so a rank that gets no model holds one whole
-tensor at a time. runtime/module.py calls `unsharded`.
+tensor at a time. runtime/module.py calls `unshard`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.runtime.training.module_tree import OriginalRoot, copied_tree
 from autopar.world import ranks
 
 
-def unsharded(
+def unshard(
     module: nn.Module,
     root: OriginalRoot,
     gather: Callable[[str, torch.Tensor], torch.Tensor],
