@@ -236,8 +236,8 @@ def _refuse_shared(places: Iterable[tuple[str, str]]) -> None:
         if len(members) > 1 and name:
             raise WorldError(
                 f"{ranks.names_of(members)} of node {host} all compute on {name}: give each a "
-                'device of its own, with torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before '
-                "the model is made"
+                "device of its own, with "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the model is made'
             )
 
 
