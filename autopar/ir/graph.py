@@ -66,9 +66,9 @@ def remember(
     graph; a copy of it begins with none.
 
     >>> graph, sizes = fx.Graph(), [2, 3]
-    >>> remembered(graph, "sum", (sizes,), lambda: sum(sizes))
+    >>> remember(graph, "sum", (sizes,), lambda: sum(sizes))
     5
-    >>> remembered(graph, "sum", (sizes,), lambda: 1 / 0)
+    >>> remember(graph, "sum", (sizes,), lambda: 1 / 0)
     5
     """
     cached = graph.__dict__.setdefault("_remembered_by_autopar", {}).setdefault(kind, {})

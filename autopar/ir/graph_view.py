@@ -160,7 +160,7 @@ def _facts(node: fx.Node) -> GraphNode:
 def colour_layout(layout: str) -> str:
     """Return a layout as HTML, each state in its colour of STATE_STYLE.
 
-    >>> print(coloured("x:S(0) y:P"))
+    >>> print(colour_layout("x:S(0) y:P"))
     <i class="state S">x:S(0)</i> <i class="state P">y:P</i>
     """
     return _STATE.sub(lambda m: f'<i class="state {m[2][0]}">{m[0]}</i>', html.escape(layout))

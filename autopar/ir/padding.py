@@ -67,7 +67,7 @@ def resize(layout: Layout, before: Pads, after: Pads) -> Layout:
     >>> from autopar.ir.layout import S
     >>> from autopar.ir.mesh import Mesh
     >>> rows = Layout(Mesh.parse("x2"), (12, 4), (S(0, 6),))
-    >>> resized(rows, [Pad(0, 1, 10, 12, 1)], [Pad(0, 1, 10, 10, 1)]).local_shape
+    >>> resize(rows, [Pad(0, 1, 10, 12, 1)], [Pad(0, 1, 10, 10, 1)]).local_shape
     (5, 4)
     """
     states, shape = list(layout.states), list(layout.shape)

@@ -134,7 +134,7 @@ def balance(seconds: Mapping[str, float], count: int) -> tuple[str, ...]:
     """Return the block that each stage but the first begins with, of so many stages of consecutive
     blocks whose slowest one is as fast as can be. `seconds`: of each block, in their order.
 
-    >>> balanced({"a.0": 1.0, "a.1": 1.0, "a.2": 1.0, "a.3": 3.0}, 2)
+    >>> balance({"a.0": 1.0, "a.1": 1.0, "a.2": 1.0, "a.3": 3.0}, 2)
     ('a.3',)
     """
     names, times = list(seconds), list(seconds.values())

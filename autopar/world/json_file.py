@@ -1,6 +1,6 @@
 """Read and write the JSON documents that people edit: worlds, and plans with a world inside.
 
-Example: facts = checked(TypeAdapter(World), read("world.json", WORLD), "world.json", WORLD)
+Example: facts = read_json(TypeAdapter(World), read("world.json", WORLD), "world.json", WORLD)
 
 Reading checks a document against its dataclass and names every wrong field in one error. Writing
 replaces the file in one step, or leaves it as it was. Called by world/world.py, ir/plan_file.py

@@ -143,7 +143,7 @@ def all_of(value: Any) -> list[Any]:
 def names_of(numbers: Sequence[int]) -> str:
     """Return ranks as messages name them.
 
-    >>> named([1]), named([0, 2, 3]), named(range(20))
+    >>> names_of([1]), names_of([0, 2, 3]), names_of(range(20))
     ('rank 1', 'ranks 0, 2, 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
     """
     shown = ", ".join(str(number) for number in numbers[:_SHOWN])

@@ -161,8 +161,8 @@ def _detach_and_note(place: int, places: set[int]) -> Callable[[Tensor], Tensor]
 
 
 class Late(torch.autograd.Function):
-    """Returns a result whose gradient no derived backward takes. In the backward, `asked` computes
-    the gradients of the values that the result was made of.
+    """Returns a result whose gradient no derived backward takes. In the backward, `gradients`
+    computes the gradients of the values that the result was made of.
     """
 
     @staticmethod

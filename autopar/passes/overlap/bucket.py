@@ -147,7 +147,7 @@ def can_fuse(node: fx.Node) -> bool:
 
 def fuse(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     """Replace these collectives by one, which stands behind the last of them: the graph is to be
-    put in order by `ir.graph.ordered` afterwards.
+    put in order by `ir.graph.sort` afterwards.
     """
     members, form = _in_cut_order(members), _form(members[0])
     with graph.inserting_after(members[-1]):

@@ -126,8 +126,8 @@ def _reorder_to_fit(derived: DerivedGraph) -> None:
 
 class _LateOrder:
     """Places nodes one after the other: fetches right before their first use, waits as soon as
-    there is too little room. `order` holds the placed nodes, and `live` the bytes that are live as
-    each runs.
+    there is too little room. `order` holds the placed nodes, and `allocated_bytes` what is
+    allocated as each runs.
     """
 
     def __init__(
