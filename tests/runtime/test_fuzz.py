@@ -206,7 +206,7 @@ def test_a_failure_is_shrunk_to_what_makes_it_fail_and_printed_as_it_runs() -> N
 
     small, result = shrunk(case, attempt(case), attempt, 60.0, False)
     assert [step.op for step in small.steps] == ["topk"] and result.kind == "wrong"
-    assert small.ranks == 2 and small.layout == "'ddp'" and not small.differences
+    assert small.ranks == 2 and small.layout == "'ddp'" and not small.module_edits
     small = dataclasses.replace(small, steps=Case.parse(FIXED[0]).steps, sizes=case.sizes)
     printed = report(
         1, dataclasses.replace(small, start=Case.parse(FIXED[0]).start), 1, result, False
