@@ -4,7 +4,7 @@ Example: of a part that takes 10 ms, 2 of them to sum gradients and 1 to step th
 parts take 8 · 10 - 7 · 3 = 59 ms: sums and the optimizer come once. Sums of weights' gradients can
 be deferred (passes/overlap/accumulation.py), those that are scattered among them where there is
 room for the unsummed ones (`Plan.sums_once`). Weights are gathered once where there is room for all
-of them between the parts (`Plan.gathers_once`, passes/overlap/kept_weights.py).
+of them between the parts (`Plan.gathers_once`, passes/overlap/weight_reuse.py).
 
 An emitted program of one part enters, with its annotations. summary.py, peak.py, formula.py and the
 simulator ask.
@@ -172,29 +172,29 @@ def part_count(program: Program) -> int:
 
 
 def memory_of_parts(
-    program: Program, part: Memory, unreduced: float | None = None, kept: float = 0.0
+    program: Program, part: Memory, unreduced: float | None = None, weights: float = 0.0
 ) -> Memory:
     """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
     of results that have rows those of all parts. `unreduced`: bytes of these gradients; None: those
-    of this program. `kept`: bytes of gathered weights, which are there from part to part.
+    of this program. `weights`: bytes of gathered weights, which are there from part to part.
     """
     results = _results_between(program)
     part = replace(part, transient=part.transient + results, peak=part.peak + results)
     gradients = unreduced_bytes(program) if unreduced is None else unreduced
-    return with_gradients(program, part, gradients, gradients, kept) if gradients else part
+    return with_gradients(program, part, gradients, gradients, weights) if gradients else part
 
 
 def with_gradients(
-    program: Program, part: Memory, more: float, total: float, kept: float = 0.0
+    program: Program, part: Memory, more: float, total: float, weights: float = 0.0
 ) -> Memory:
     """Return the memory of a part with so many bytes `more` of gradients besides, `total` in all. A
     backward ends with as many of its own, which are then added to them, and with no activations but
-    the weights that are `kept`.
+    `weights` that are gathered once.
     """
     results = _results_between(program)
-    at_end = part.parameters + part.optimizer + results + 2 * total + kept
+    at_end = part.parameters + part.optimizer + results + 2 * total + weights
     if at_end > part.peak + more:
-        part = replace(part, activations=kept, transient=results, in_flight=0.0)
+        part = replace(part, activations=weights, transient=results, in_flight=0.0)
         return replace(part, gradients=2 * total, peak=at_end)
     return replace(part, gradients=part.gradients + more, peak=part.peak + more)
 

@@ -138,20 +138,20 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
     return peak_and_saved(program, optimizer, world).memory
 
 
-class Held(NamedTuple):
+class MemoryOfStep(NamedTuple):
     """The memory of a step, and the bytes that a rank holds between the forward and the backward of
     a micro-batch besides parameters, gradients and the optimizer's states: `saved` by each
-    micro-batch, and `kept` by all of a step together, the weights that are gathered once.
+    micro-batch, and `weights` by all of a step together, the weights that are gathered once.
     """
 
     memory: Memory
     saved: float
-    kept: float
+    weights: float
 
 
 def peak_and_saved(
     program: Program, optimizer: Optimizer = "adamw", world: World | None = None
-) -> Held:
+) -> MemoryOfStep:
     """Return what `peak` returns, and what is held between forward and backward."""
     assert program.plan is not None
     backend, on_gpu = "", False
@@ -162,8 +162,8 @@ def peak_and_saved(
     with _use_simulator(_Shapes(backend)):
         step = _Step(step_program, optimizer, on_gpu)
         memory = step.run()
-    memory = memory_of_parts(program, memory, kept=step.kept)
-    return Held(memory, step.saved - step.kept, step.kept)
+    memory = memory_of_parts(program, memory, weights=step.weights)
+    return MemoryOfStep(memory, step.saved - step.weights, step.weights)
 
 
 def run_step(
@@ -222,7 +222,7 @@ class _Step:
         self.recorder = LifetimeRecorder() if recorder is None else recorder
         self.moments: list[Moment] = []
         self.saved = 0.0  # bytes that are held between forward and backward
-        self.kept = 0.0  # and of these, those of results that the step's program does not have
+        self.weights = 0.0  # and of these, those of results that the step's program does not have
 
     def run(self, most: int = 0) -> Memory:
         """Return the memory at the peak of the step; leave about `most` of its `moments`."""
@@ -241,8 +241,8 @@ class _Step:
             forward_end = self.recorder.moment
             own = sum(output.node is not None for output in self.program.signature.outputs)
             more = outputs[own:]
-            kept = {id(life): life for life in map(self.recorder.note, more)}
-            self.kept = float(sum(life.size for life in kept.values()))
+            own_lives = {id(life): life for life in map(self.recorder.note, more)}
+            self.weights = float(sum(life.size for life in own_lives.values()))
             self.recorder.run_backward(outputs)
         gradients = [self.recorder.note(t.grad) for t in tensors.values() if t.grad is not None]
         self._kinds = {id(x): "parameters" for x in parameters}

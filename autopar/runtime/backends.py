@@ -63,7 +63,7 @@ from autopar.passes.overlap.assumptions import (
 )
 from autopar.passes.pass_manager import PassManager
 from autopar.runtime.deferred_backward import Accumulator, DeferredBackward
-from autopar.runtime.kept_forward import KeptForward, StepWeights
+from autopar.runtime.reusing_forward import ReusingForward, StepWeights
 from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None
@@ -139,7 +139,7 @@ class Scheduled:
         self.defers_scattered = True
         self._deferred: DeferredBackward | None = None
         self.weights: StepWeights | None = None  # where the forwards of a step gather them once
-        self._kept: KeptForward | None = None
+        self._reusing: ReusingForward | None = None
         self._forward_inputs: list[Any] = []
         self._layouts = [
             program.layouts[entry.node] if entry.kind == "parameter" else None
@@ -250,13 +250,13 @@ class Scheduled:
         """
         backward = gm is not self.forward
         run = self._unguarded(gm, example_inputs, backward)
-        if self._deferred is None or self._kept is None:  # a graph without gradients
+        if self._deferred is None or self._reusing is None:  # a graph without gradients
             return guarded(_without_views(run), "forward")
         if not backward:
             self._forward_inputs = list(example_inputs)
-            kept = self._kept
-            kept.begin(_taking_a_list(guarded(run, "forward")))
-            return _without_views(takes_a_list(lambda values: kept.run(values, self.weights)))
+            forward = self._reusing
+            forward.begin(_taking_a_list(guarded(run, "forward")))
+            return _without_views(takes_a_list(lambda values: forward.run(values, self.weights)))
         self._backward_inputs = list(example_inputs)
         forms = self._deferred
         forms.begin(_taking_a_list(guarded(run, "backward")))
@@ -278,7 +278,7 @@ class Scheduled:
         """Return what makes the forms of the two graphs that are asked for and not there yet: of
         the backward those that hold gradients, of the forward those that gather weights once.
         """
-        backward, forward = self._deferred, self._kept
+        backward, forward = self._deferred, self._reusing
         makers: list[Callable[[], None]] = []
         if backward is not None and not backward.has_variants and backward.ends:
             form = partial(self._form, "backward")
@@ -328,7 +328,7 @@ class Scheduled:
         phases = (self.forward, "forward"), (self.backward, "backward")
         self._there["backward"] = self.stored | sent_as_given(self.backward.graph)
         self._deferred, self._step = DeferredBackward(self.backward.graph, self._layouts), step
-        self._kept = KeptForward(self.forward.graph, self._parameters)
+        self._reusing = ReusingForward(self.forward.graph, self._parameters)
         for module, phase in phases:
             derived = self._scheduled(module.graph, phase, step)
             if derived.run is not None:

@@ -1,5 +1,5 @@
 """In which forms derived graphs run: backwards reduced, deferred or final
-(runtime/deferred_backward.py), forwards alone, gathering or reusing (runtime/kept_forward.py).
+(runtime/deferred_backward.py), forwards alone, gathering or reusing (runtime/reusing_forward.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from autopar.runtime.deferred_backward import DeferredBackward
-from autopar.runtime.kept_forward import KeptForward
+from autopar.runtime.reusing_forward import ReusingForward
 
 
 @contextmanager
@@ -32,12 +32,14 @@ def recorded_forms() -> Iterator[list[str]]:
 def recorded_forwards() -> Iterator[list[str]]:
     """A list that grows by the form of every derived forward within the context."""
     forms: list[str] = []
-    before = KeptForward.run
+    before = ReusingForward.run
 
-    def run(self: KeptForward, values: list[Any], weights: Any) -> Any:
-        kept = weights is not None and self.has_variants
-        forms.append("alone" if not kept else "gathering" if weights.kept is None else "reusing")
+    def run(self: ReusingForward, values: list[Any], weights: Any) -> Any:
+        reuses = weights is not None and self.has_variants
+        forms.append(
+            "alone" if not reuses else "gathering" if weights.gathered is None else "reusing"
+        )
         return before(self, values, weights)
 
-    with mock.patch.object(KeptForward, "run", run):
+    with mock.patch.object(ReusingForward, "run", run):
         yield forms

@@ -37,7 +37,7 @@ from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.deferred_backward import Form
-from autopar.runtime.kept_forward import StepWeights
+from autopar.runtime.reusing_forward import StepWeights
 
 
 def batch_program(program: Program, parts: Parts) -> Program:

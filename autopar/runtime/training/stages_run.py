@@ -32,7 +32,7 @@ from autopar.ops.links import Links, Pending
 from autopar.passes.microbatches import Parts
 from autopar.passes.stages import Stage, carries
 from autopar.runtime.backends import Scheduled
-from autopar.runtime.kept_forward import StepWeights
+from autopar.runtime.reusing_forward import StepWeights
 from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients
 from autopar.world import ranks
 

@@ -3,7 +3,7 @@ several forwards.
 
     mm(x, all_gather(w))          the derived forward gathers a weight
     …, all_gather(w)              gathering: it returns the gathered weight, too
-    mm(x, kept)                   reusing: it takes that in place of what it would gather
+    mm(x, whole)                  reusing: it takes that in place of what it would gather
 
 What is kept is computed of the parameters alone, which no forward of a step changes: the value that
 the first other call takes, so a change of dtype or of shape after the gather is made once, too. The
@@ -50,7 +50,7 @@ def from_gathered(forward: fx.Graph, names: Sequence[str]) -> fx.Graph:
     last = graph.find_nodes(op="placeholder")[-1]
     for number, name in enumerate(names):
         with graph.inserting_after(last):
-            last = graph.placeholder(f"kept_{number}")
+            last = graph.placeholder(f"gathered_{number}")
         last.meta["val"] = nodes[name].meta["val"]
         nodes[name].replace_all_uses_with(last)
     erase_unused(graph)

@@ -1,10 +1,10 @@
 """Runs a derived forward such that the forwards of one step gather their weights once
-(passes/overlap/kept_weights.py).
+(passes/overlap/weight_reuse.py).
 
 Example: the first of four micro-batches runs the form that also returns what it gathers, which is
 kept in the step's `StepWeights`; the other three take it from there. The further forms are made
 when a step first has StepWeights, as most modules need none. runtime/backends.py has one
-KeptForward for each derived forward.
+ReusingForward for each derived forward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import copied
-from autopar.passes.overlap.kept_weights import from_gathered, gathered, with_gathered
+from autopar.passes.overlap.weight_reuse import from_gathered, gathered, with_gathered
 
 Run = Callable[[list[Any]], Any]
 
@@ -25,10 +25,10 @@ class StepWeights:
     """The gathered weights of one step, once its first forward has run."""
 
     def __init__(self) -> None:
-        self.kept: list[torch.Tensor] | None = None
+        self.gathered: list[torch.Tensor] | None = None
 
 
-class KeptForward:
+class ReusingForward:
     """The forms of one derived forward. `parameters`: the names of the placeholders that no forward
     of a step changes. `names`: the nodes that are kept; none where ranks gather no weight.
     """
@@ -61,10 +61,10 @@ class KeptForward:
         if weights is None or self._gathering is None or self._reusing is None:
             assert self._alone is not None
             return self._alone(values)
-        if weights.kept is not None:
-            values.extend(weights.kept)
+        if weights.gathered is not None:
+            values.extend(weights.gathered)
             return self._reusing(values)
         results = self._gathering(values)
         own = len(results) - len(self.names)
-        weights.kept = list(results[own:])
+        weights.gathered = list(results[own:])
         return results[:own]

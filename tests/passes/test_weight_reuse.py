@@ -11,7 +11,7 @@ from autopar.cost.parts import gathered_bytes
 from autopar.cost.peak import peak_and_saved
 from autopar.cost.simulator.graph_events import collective_of
 from autopar.ir.graph import copied, values_of_alone
-from autopar.passes.overlap.kept_weights import from_gathered, gathered, with_gathered
+from autopar.passes.overlap.weight_reuse import from_gathered, gathered, with_gathered
 
 functional = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -61,9 +61,9 @@ def test_the_others_gather_nothing() -> None:
     reusing = from_gathered(graph, ("t_default",))
     assert collectives(reusing) == ["all_reduce"]
     names = [node.name for node in reusing.find_nodes(op="placeholder")]
-    assert names == ["w", "x", "kept_0"]
+    assert names == ["w", "x", "gathered_0"]
     product, _, saved = reusing.output_node().args[0]  # type: ignore[misc]
-    assert saved.name == "kept_0" and saved in product.all_input_nodes
+    assert saved.name == "gathered_0" and saved in product.all_input_nodes
     assert collectives(graph) == ["all_gather_into_tensor", "all_reduce"]  # a copy was changed
     copied(reusing).lint()
 
@@ -83,5 +83,5 @@ def test_a_plan_with_its_weights_gathered_once_holds_them_between_parts() -> Non
     assert plan.gathers_once and plan.context is not None
     held = peak_and_saved(plan.context.program, "adamw", plan.world)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert 0.9 * whole < held.kept < 1.05 * whole
-    assert abs(gathered_bytes(plan.context.program) - held.kept) < 0.05 * whole
+    assert 0.9 * whole < held.weights < 1.05 * whole
+    assert abs(gathered_bytes(plan.context.program) - held.weights) < 0.05 * whole
