@@ -195,6 +195,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "rerun": list(plan.rerun),
         "microbatches": plan.microbatches,
         "sums_once": plan.sums_once,
+        "gathers_once": plan.gathers_once,
         "interleaved": plan.interleaved,
         "groups": list(plan.groups),
         "mesh": plan.mesh.sizes,

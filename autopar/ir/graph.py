@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -243,6 +243,29 @@ def stored_nodes(program: Program) -> set[fx.Node]:
         if node.name in names or constant_call:
             constant_nodes.add(node)
     return constant_nodes
+
+
+def values_of_alone(
+    graph: fx.Graph, names: Collection[str], sends: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """Return the values that are computed of the placeholders `names` alone and for which ranks
+    send something, of those that other calls or the results take: gathered weights, of parameters.
+    `sends`: whether a call sends something.
+    """
+    alone, sent = set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder" and node.name in names:
+            alone.add(node)
+        elif node.op == "call_function" and alone.issuperset(inputs) and not _is_random(node):
+            alone.add(node)
+            if sends(node) or not sent.isdisjoint(inputs):
+                sent.add(node)
+    return [n for n in graph.nodes if n in sent and not alone.issuperset(n.users)]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def where(node: fx.Node) -> str:

@@ -242,17 +242,21 @@ class Element(NamedTuple):
     """The sizes that a value's collectives are counted with: `bytes` of an element, and bytes of an
     element of its `gradient` where ranks sum it (0: the value carries none). `share`: the part of
     its collectives' seconds that a search counts. `again`: the value is resharded a second time in
-    the backward, so what moves in the forward counts twice.
+    the backward, so what moves in the forward counts twice. `gathers`: the part of the bytes that
+    move in the forward that a search counts.
     """
 
     bytes: int
     gradient: float
     share: float = 1.0
     again: bool = False
+    gathers: float = 1.0
 
     def of(self, collective: str, backward: bool) -> float:
         """Return the bytes of an element in a collective of a reshard step or of its adjoint."""
-        return self.gradient if backward and collective in SUMS else self.bytes
+        if backward:
+            return self.gradient if collective in SUMS else self.bytes
+        return self.bytes * (1.0 if self.again else self.gathers)
 
 
 SUMS = ("all_reduce", "reduce_scatter", "reduce")

@@ -178,6 +178,7 @@ class PlanFile:
     replicated_outputs: bool = False
     microbatches: Annotated[int, Field(ge=1, le=2**20)] = 1
     sums_once: bool = True
+    gathers_once: bool = False
     interleaved: bool = False
     stage_starts: tuple[str, ...] = ()
     schedule: Literal["", "gpipe", "1f1b", "interleaved", "looped-bfs"] = ""

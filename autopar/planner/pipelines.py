@@ -278,19 +278,19 @@ def _run_of(plan: Plan) -> _Run:
 
 
 def _seconds(stage: Stage, program: Program) -> StageSeconds:
-    """Return the modelled seconds of one stage. Its last micro-batch also sums gradients and steps
-    the optimizer: what that takes longer comes at the end.
+    """Return the modelled seconds of one stage. Its first micro-batch may gather weights for all,
+    its last one sums gradients and steps the optimizer: what these take longer comes at the start
+    and at the end.
     """
     plan = program.plan
     assert plan is not None
     last = timeline(stage.program, plan.world)
     usual = last.before if last.before is not None else last
     forward = _end_of_forward(usual)
+    more = max(0.0, last.run.seconds - usual.run.seconds)
+    start = min(more, max(0.0, _end_of_forward(last) - forward))
     return StageSeconds(
-        forward,
-        usual.run.seconds - forward,
-        max(0.0, last.run.seconds - usual.run.seconds),
-        _send_seconds(stage, plan.world),
+        forward, usual.run.seconds - forward, more - start, _send_seconds(stage, plan.world), start
     )
 
 
@@ -323,10 +323,11 @@ def _memory_of_rank(
     """
     alone: dict[int, Memory] = {}
     saved: dict[int, float] = {}
+    weights: dict[int, float] = {}  # that are gathered once
     for number in pipeline.stages_of(rank):
         program = stages[number].program
         assert program.plan is not None
-        alone[number], saved[number] = peak_and_saved(
+        alone[number], saved[number], weights[number] = peak_and_saved(
             program, program.plan.optimizer, program.plan.world
         )
     kept = {
@@ -338,7 +339,9 @@ def _memory_of_rank(
     for action in schedule[rank]:
         flying[action.stage] -= action.kind == "B"
         own = alone[action.stage]
-        activations = own.activations + math.fsum(n * saved[s] for s, n in flying.items())
+        others = math.fsum(weights.values()) - weights[action.stage]
+        flying_bytes = math.fsum(n * saved[s] for s, n in flying.items())
+        activations = own.activations + others + flying_bytes
         total = math.fsum(kept.values()) + activations + own.transient + own.in_flight
         flying[action.stage] += action.kind == "F"
         if most is None or total > most.peak:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ from autopar.cost.communication import SentCollective, flat_price, sent_collecti
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from autopar.cost.contention import lost_s
 from autopar.cost.network import Pattern, pattern, size, within
-from autopar.cost.parts import is_once
+from autopar.cost.parts import OncePerStep
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.engine import Event
 from autopar.ir.graph import inline, stored_nodes
-from autopar.ir.program import Program, Value
+from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy
 from autopar.world import World
 
@@ -61,17 +61,17 @@ class _FuseKey(NamedTuple):
 
 
 class Events:
-    """Makes the events of a step, in the order in which torch runs them: `run`. Those of a part
-    whose gradients are `deferred` have no sums of these values, and no optimizer. After that
-    `joinable` says which of them may be fused, and `fuse` makes the fused event.
+    """Makes the events of a step, in the order in which torch runs them: `run`. Those of a
+    micro-batch `between` the first and the last have no collectives that run once a step, and no
+    optimizer. After that `joinable` says which of them may be fused, and `fuse` makes the fused
+    event.
     """
 
-    def __init__(
-        self, program: Program, world: World, deferred: Collection[Value] | None = None
-    ) -> None:
+    def __init__(self, program: Program, world: World, between: bool = False) -> None:
         program = dataclasses.replace(program, module=inline(program.module))
         assert program.plan is not None and program.annotations is not None
-        self.program, self.world, self.deferred = program, world, deferred
+        self.program, self.world, self.between = program, world, between
+        self.once = OncePerStep.of(program) if between else OncePerStep()
         self.plan, self.notes = program.plan, program.annotations
         self.nodes = [n for n in program.module.graph.nodes if n.op != "output"]
         self.events: list[Event] = []
@@ -103,7 +103,7 @@ class Events:
             if node in self.carrying and self.gradients[node]:
                 self._again(node.meta.get("block"), self.gradients[node])
                 self._backward(node)
-        if self.deferred is None:
+        if not self.between:
             self._optimizer()
         return self.events
 
@@ -217,7 +217,7 @@ class Events:
         phase: Any,
     ) -> tuple[int, ...]:
         for collective in collectives:
-            if self.deferred is not None and is_once(collective, self.deferred):
+            if self.once.has(collective):
                 continue
             if collective.backward == (phase == "backward"):
                 after = (self._send(node, collective, after, phase),)

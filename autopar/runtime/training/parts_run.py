@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.deferred_backward import Form
+from autopar.runtime.reusing_forward import StepWeights
 
 
 def batch_program(program: Program, parts: Parts) -> Program:
@@ -81,7 +83,7 @@ class PartsRun:
         self._layouts, self._returned = program.layouts, program.signature.outputs
         self._blocks = self._row_blocks(program)
         assert program.plan is not None
-        self._sums_once = program.plan.sums_once
+        self._sums_once, self._gathers_once = program.plan.sums_once, program.plan.gathers_once
         self._at_once = 2 if program.plan.interleaved else 1  # parts in one run of the graph
 
     # -- the graphs that run, for who asks ---------------------------------------------------------
@@ -228,15 +230,30 @@ class PartsRun:
         sums = Sums()  # of this step alone: one that failed leaves nothing behind
         if scheduled is not None:
             scheduled.accumulator, scheduled.defers_scattered = sums, self._sums_once
-        for number, values in enumerate(self._each(named, seeds), start=1):
-            sums.closes = number * self._at_once == self.count
-            parts = self._apart(self.run(*values))
-            loss_place = self._loss_place(parts[0]) if loss_place < 0 else loss_place
-            losses = [results[loss_place] for results in parts]
-            add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
-            for results in parts:
-                per_part.append([x.detach() if isinstance(x, Tensor) else x for x in results])
+        with self._gathering([self.run]):
+            for number, values in enumerate(self._each(named, seeds), start=1):
+                sums.closes = number * self._at_once == self.count
+                parts = self._apart(self.run(*values))
+                loss_place = self._loss_place(parts[0]) if loss_place < 0 else loss_place
+                losses = [results[loss_place] for results in parts]
+                add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
+                for results in parts:
+                    per_part.append([x.detach() if isinstance(x, Tensor) else x for x in results])
         return self._combined(per_part), loss_place, gradients
+
+    @contextmanager
+    def _gathering(self, runs: Iterable[Callable[..., Any]]) -> Iterator[None]:
+        """Let the forwards of one step gather the weights once, where the plan says so; what they
+        keep ends with the step, as the optimizer changes the weights.
+        """
+        scheduled = [run for run in runs if isinstance(run, Scheduled) and self._gathers_once]
+        for run in scheduled:
+            run.weights = StepWeights()
+        try:
+            yield
+        finally:
+            for run in scheduled:
+                run.weights = None
 
     def _loss_place(self, results: Sequence[Any]) -> int:
         """Return the place of the loss: the first scalar that carries a gradient."""

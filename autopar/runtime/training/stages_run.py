@@ -32,6 +32,7 @@ from autopar.ops.links import Links, Pending
 from autopar.passes.microbatches import Parts
 from autopar.passes.stages import Stage, carries
 from autopar.runtime.backends import Scheduled
+from autopar.runtime.reusing_forward import StepWeights
 from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients
 from autopar.world import ranks
 
@@ -121,7 +122,8 @@ class StagesRun(PartsRun):
         self._prepare(parts[0])
         trained = {e.node: leaves[i] for i, e in enumerate(self._own) if i in leaves}
         step = _Step(self, parts, trained)
-        step.run(self._own_actions)
+        with self._gathering(self.runs.values()):
+            step.run(self._own_actions)
         self._sum_over_stages(step.gradients, trained)
         gradients = [step.gradients.get(self._own[i].node) for i in places]
         results = self._shared(self._combined(step.results), self._everywhere)
@@ -212,6 +214,7 @@ class StagesRun(PartsRun):
             for number, run in self.runs.items():
                 if isinstance(run, Scheduled):
                     run.defers_scattered = self._sums_once
+                    run.weights = StepWeights() if self._gathers_once else None
                     run.prepare(self.arguments(number, named, self._received_examples(number)))
                     if run.forward is None:
                         raise PlanError(
