@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import copy_graph
-from autopar.passes.overlap.weight_reuse import from_gathered, gathered, with_gathered
+from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights, with_gathered
 
 Run = Callable[[list[Any]], Any]
 
@@ -35,7 +35,7 @@ class ReusingForward:
 
     def __init__(self, forward: fx.Graph, parameters: Collection[str]) -> None:
         self._graph = copy_graph(forward)  # scheduling changes the other one
-        self.names = gathered(self._graph, parameters)
+        self.names = gathered_weights(self._graph, parameters)
         self._alone: Run | None = None
         self._gathering: Run | None = None
         self._reusing: Run | None = None

@@ -50,8 +50,8 @@ def plans(
 
 @pytest.mark.slow_cells("gpt-4-fsdp-overrides0")
 @pytest.mark.slow_cells(
-    "gpt-4-megatron-changes1", "gpt2-2-auto-changes5", "llama-4-megatron-sp-changes3",
-    "llama-8-layout2-changes2",
+    "gpt-4-megatron-overrides1", "gpt2-2-auto-overrides5", "llama-4-megatron-sp-overrides3",
+    "llama-8-layout2-overrides2",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("name", "ranks", "layout", "overrides"),

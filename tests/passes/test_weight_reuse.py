@@ -11,7 +11,7 @@ from autopar.cost.parts import gathered_bytes
 from autopar.cost.peak import peak_and_saved
 from autopar.cost.simulator.graph_events import collective_of
 from autopar.ir.graph import copy_graph, values_of_alone
-from autopar.passes.overlap.weight_reuse import from_gathered, gathered, with_gathered
+from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights, with_gathered
 
 functional = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -42,8 +42,8 @@ def collectives(graph: fx.Graph) -> list[str]:
 
 def test_what_other_calls_take_of_parameters_alone_is_saved() -> None:
     graph = forward()
-    assert gathered(graph, {"w"}) == ("t_default",)
-    assert gathered(graph, ()) == ()
+    assert gathered_weights(graph, {"w"}) == ("t_default",)
+    assert gathered_weights(graph, ()) == ()
     everything = values_of_alone(graph, {"w", "x"}, lambda n: collective_of(n) is not None)
     assert {n.name for n in everything} == {"t_default", "mm_default", "wait_tensor_default_1"}
 
@@ -74,7 +74,7 @@ def test_a_random_value_is_no_weight() -> None:
     noise = graph.call_function(aten.rand_like.default, (w,))
     sent = graph.call_function(functional.all_gather_into_tensor.default, (noise, 2, "g"))
     graph.output((graph.call_function(functional.wait_tensor.default, (sent,)),))
-    assert gathered(graph, {"w"}) == ()
+    assert gathered_weights(graph, {"w"}) == ()
 
 
 def test_a_plan_with_its_weights_gathered_once_holds_them_between_parts() -> None:

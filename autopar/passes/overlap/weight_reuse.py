@@ -25,7 +25,7 @@ from autopar.ir.graph import copy_graph, values_of_alone
 from autopar.passes.overlap import erase_unused
 
 
-def gathered(forward: fx.Graph, parameters: Collection[str]) -> tuple[str, ...]:
+def gathered_weights(forward: fx.Graph, parameters: Collection[str]) -> tuple[str, ...]:
     """Return the names of the nodes that are the gathered weights of a derived forward.
     `parameters`: the names of the placeholders that no forward of a step changes.
     """
