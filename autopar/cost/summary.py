@@ -302,8 +302,8 @@ def letter_of(program: Program, name: str, split: str) -> str:
     rule = program.annotations.specs[name]
     if split in rule.uneven:
         return "e"
-    if rule.matmul is not None:
-        for letter, role in zip("mnk", rule.matmul, strict=True):
+    if rule.product is not None:
+        for letter, role in zip("mnk", rule.product, strict=True):
             if split in role:
                 return letter
     for tensor in (*rule.results, *rule.operands):

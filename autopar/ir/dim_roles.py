@@ -73,21 +73,21 @@ def goes_with_weight(notes: Annotations, node: fx.Node) -> bool:
 
 def has_weight(rule: OpShardingRule) -> bool:
     """Whether a node is a matmul that has a weight: an operand with a dim of n and none of m."""
-    if rule.matmul is None or not rule.matmul[1]:
+    if rule.product is None or not rule.product[1]:
         return False
-    m_factors = rule.matmul[0]
+    m_factors = rule.product[0]
     return any(
         dims is not None
         and not any(f in m_factors for dim in dims for f in dim)
-        and any(f in rule.matmul[1] for dim in dims for f in dim)
+        and any(f in rule.product[1] for dim in dims for f in dim)
         for dims in rule.operands
     )
 
 
 def loop_dim_of(rule: OpShardingRule, factor: str) -> str:
     """Return the loop dim ("m", "n" or "k") of a factor of a matmul; "" if it has none."""
-    assert rule.matmul is not None
-    return next((x for x, role in zip("mnk", rule.matmul, strict=True) if factor in role), "")
+    assert rule.product is not None
+    return next((x for x, role in zip("mnk", rule.product, strict=True) if factor in role), "")
 
 
 # -- facts about a model ---------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def parameter_products(program: Program) -> Iterator[fx.Node]:
     assert notes is not None
     for node in program.module.graph.nodes:
         spec = notes.specs.get(node.name)
-        if spec is not None and spec.matmul is not None and spec.matmul[1]:
+        if spec is not None and spec.product is not None and spec.product[1]:
             present = [n for n in operands_of(node) if n is not None]
             if any(producer(n) in notes.weights for n in present):
                 yield node
@@ -119,10 +119,10 @@ def loop_dim_atoms(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...
     """Return the atoms of the loop dims "m", "n" and "k" of a matmul."""
     assert program.annotations is not None
     spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
-    assert spec.matmul is not None
+    assert spec.product is not None
     return {
         letter: tuple(atom for factor in role for atom in factors[factor])
-        for letter, role in zip("mnk", spec.matmul, strict=True)
+        for letter, role in zip("mnk", spec.product, strict=True)
     }
 
 
@@ -158,7 +158,7 @@ def expert_atoms(program: Program) -> tuple[Atom, ...]:
     found: dict[int, Atom] = {}
     for node in program.module.graph.nodes:
         spec = notes.specs.get(node.name)
-        if spec is None or spec.matmul is None:
+        if spec is None or spec.product is None:
             continue
         names = spec.uneven
         operands = [n for n in operands_of(node) if n is not None]

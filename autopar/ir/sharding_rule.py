@@ -8,12 +8,12 @@ replicated; results with f are sharded, results without it partial. Keywords say
 allows:
 
     sum        factors that results lack because they are summed: results are partial where split
-    unsharded  factors that no axis may split
+    whole      factors that no axis may split
     shared     factors that a sharded implementation may split: results that lack them are invariant
     added      operands that are added once: partial where the result is partial
     linear     groups of operands ("0", "0 1") through which partial values pass together
     index      operand -> factor that this operand indexes: without gradient, never partial
-    matmul     "m | n | k": the roles of the factors of a matmul
+    product    "m | n | k": the roles of the factors of a matmul
 
 An op whose backward is not linear in its incoming gradient (a custom one that clips) is
 `nonlinear`: no rank may run it on a partial gradient, so where it is not split it is I. ops/rules
@@ -88,12 +88,12 @@ class OpShardingRule:
     results: tuple[Dims, ...]
     sizes: dict[str, int]
     sum: frozenset[str] = frozenset()
-    unsharded: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
     added: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     index: frozenset[int] = frozenset()
-    matmul: tuple[frozenset[str], frozenset[str], frozenset[str]] | None = None
+    product: tuple[frozenset[str], frozenset[str], frozenset[str]] | None = None
     flops: float = 0.0  # of one forward
     attends: Attends | None = None  # for attention
     band: Band | None = None  # for attention whose queries see other keys by their positions
@@ -107,7 +107,7 @@ class OpShardingRule:
 
     def splittable(self, factor: str) -> bool:
         """Whether an axis may split this factor."""
-        if factor in self.unsharded or self.sizes[factor] == 1:
+        if factor in self.whole or self.sizes[factor] == 1:
             return False
         in_results = all(any(factor in dim for dim in result) for result in self.results)
         return in_results or factor in self.sum or factor in self.shared
@@ -181,12 +181,12 @@ def rule_builder(
     pattern: str,
     *,
     sum: str = "",
-    unsharded: str = "",
+    whole: str = "",
     shared: str = "",
     added: str = "",
     linear: tuple[str, ...] = (),
     index: str = "",
-    matmul: str | None = None,
+    product: str | None = None,
 ) -> RuleBuilder:
     """Return what gives the rule of a node whose op has this line."""
     line = Pattern(target, pattern)
@@ -194,15 +194,15 @@ def rule_builder(
     def build(node: fx.Node) -> OpShardingRule:
         operands, results, sizes = line.fitted(node)
         roles = None
-        if matmul:
-            m, n, k = (_factors_in(part, sizes) for part in matmul.split("|"))
+        if product:
+            m, n, k = (_factors_in(part, sizes) for part in product.split("|"))
             roles = (m, n, k)
         return OpShardingRule(
             operands,
             results,
             sizes,
             _factors_in(sum, sizes),
-            _factors_in(unsharded, sizes),
+            _factors_in(whole, sizes),
             _factors_in(shared, sizes),
             _operands_in(added),
             tuple(_operands_in(group) for group in linear),

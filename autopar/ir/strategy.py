@@ -93,7 +93,7 @@ def strategies(
         if not _digits_fit(axes_by_slot, factors, mesh):
             continue
         if (
-            rule.matmul
+            rule.product
             and not may_idle
             and _is_wasteful(rule, choices, axes_by_slot, factors, mesh)
         ):
@@ -124,11 +124,11 @@ def rule_look(rule: OpShardingRule, factors: Atoms) -> Hashable:
         rule.results,
         tuple(rule.sizes.items()),
         rule.sum,
-        rule.unsharded,
+        rule.whole,
         rule.shared,
         rule.added,
         rule.linear,
-        rule.matmul,
+        rule.product,
         rule.flops,
         rule.attends,
         rule.band,

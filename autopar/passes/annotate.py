@@ -104,7 +104,7 @@ def with_unsplit_queries(program: Program) -> Program:
     notes = program.annotations
     assert notes is not None
     specs = {
-        name: dataclasses.replace(spec, unsharded=spec.unsharded | {"q"})
+        name: dataclasses.replace(spec, whole=spec.whole | {"q"})
         if spec.attends is not None and spec.attends.causal and spec.attends.share is None
         else spec
         for name, spec in notes.specs.items()
@@ -224,13 +224,13 @@ def _with_weight_second(
     weight and its second is not: "oi,bi->bo" is a matmul of rows b with columns o.
     """
     is_weight = [n is not None and producer(n) in weights for n in operands_of(node)]
-    if rule.matmul is None or is_weight != [True, False]:
+    if rule.product is None or is_weight != [True, False]:
         return rule
-    rows, columns, summed = rule.matmul
+    rows, columns, summed = rule.product
     first, second = (frozenset(f for dim in dims or () for f in dim) for dims in rule.operands)
     shared = first & second - summed
     product = (columns | shared, rows - shared, summed)
-    return dataclasses.replace(rule, matmul=product)
+    return dataclasses.replace(rule, product=product)
 
 
 def _rule_of_unknown(node: fx.Node) -> OpShardingRule:
@@ -459,7 +459,7 @@ def chains(program: Program) -> Program:
         Chain(
             name,
             tuple(nodes),
-            tuple(n for n in nodes if n in rules and rules[n].matmul is not None),
+            tuple(n for n in nodes if n in rules and rules[n].product is not None),
         )
         for name, nodes in groups.items()
     )

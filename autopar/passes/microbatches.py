@@ -226,7 +226,7 @@ class _Division:
         factors = self.notes.factors[node.name]
         own = {f for f, atoms in factors.items() if {a.number for a in atoms} & self.batch}
         kept = {f for f in own if all(any(f in dim for dim in r) for r in rule.results)}
-        if own & (rule.unsharded | (set() if _counts_tokens(node) else rule.shared)):
+        if own & (rule.whole | (set() if _counts_tokens(node) else rule.shared)):
             raise self._refusal(node, "computes with the rows of all parts")
         if own and own == kept:
             self.states[node] = "rows"

@@ -162,7 +162,7 @@ def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
         if block_of(node) in names:
             rule = rules.get(node.meta.get("source", ""))
             fetches = (
-                _fetch_ops(node, on_stored) if rule is not None and rule.matmul is not None else []
+                _fetch_ops(node, on_stored) if rule is not None and rule.product is not None else []
             )
             if any(_fetches_weight(n) for n in fetches):
                 groups.append(_Group(regather_in_backward, (*fetches, node), frozenset(fetches)))
@@ -214,7 +214,7 @@ def _tail_not_run_again(
     for node in reversed(unit):
         rule = specs.get(node.meta.get("source", ""))
         present = {i for i, dims in enumerate(rule.operands) if dims is not None} if rule else set()
-        free = rule is not None and rule.matmul is None and present in rule.linear
+        free = rule is not None and rule.product is None and present in rule.linear
         if not (free or "step" in node.meta or node.target is operator.getitem):
             break
         tail.add(node)

@@ -107,5 +107,5 @@ def _saves(node: fx.Node, rules: dict[str, OpShardingRule]) -> bool:
     return (
         rule is not None
         and "step" not in node.meta
-        and (rule.matmul is not None or rule.attends is not None)
+        and (rule.product is not None or rule.attends is not None)
     )

@@ -117,7 +117,7 @@ class Constraint:
                 and (not letters or loop_dim_of(rule, s.factor) in letters)
             ]
 
-        if role.experts and rule.matmul is not None and (split := among("experts")):
+        if role.experts and rule.product is not None and (split := among("experts")):
             if self._on_experts(rule, factors):
                 return split
             if not has_weight(rule):  # as a dispatch of tokens to experts
@@ -130,7 +130,7 @@ class Constraint:
             # Tensor parallelism splits every expert, as long as there is something to split.
             inner = [s for s in taken if getattr(s, "factor", "") not in rule.uneven]
             return inner or taken or idle
-        if rule.matmul is not None:
+        if rule.product is not None:
             wider = among(features_or_splits) if self._of_weight(rule, factors) else []
             return among(role.splits) or [*wider, *idle]
         if role.elsewhere == "sequence" and self._on_residual(factors):
@@ -162,10 +162,10 @@ class Constraint:
 
     def _of_weight(self, rule: OpShardingRule, factors: Factors) -> bool:
         """Whether a product has an operand of n that holds nothing of a sample, as convolutions."""
-        assert rule.matmul is not None
+        assert rule.product is not None
         return any(
             dims is not None
-            and any(name in rule.matmul[1] for dim in dims for name in dim)
+            and any(name in rule.product[1] for dim in dims for name in dim)
             and not any(
                 atom.number in self.kinds.batch
                 for dim in dims

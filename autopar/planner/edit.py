@@ -185,7 +185,7 @@ class _Checker:
     def _names(self, node: fx.Node, split: str) -> tuple[str, ...]:
         """Return the names of a factor: of a matmul, its loop dim (m, n or k) too."""
         spec = self.notes.specs[node.name]
-        loop = loop_dim_of(spec, split) if spec.matmul is not None and split in spec.sizes else ""
+        loop = loop_dim_of(spec, split) if spec.product is not None and split in spec.sizes else ""
         return (split,) if loop in ("", split) else (split, loop)
 
     def _sizes(self, node: fx.Node) -> str:

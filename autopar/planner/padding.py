@@ -273,7 +273,7 @@ def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
     weights, seen = weights_of(program), set[int]()
     for node in program.module.graph.nodes:
         spec = notes.specs.get(node.name)
-        if spec is None or not (spec.matmul or node.target is torch.ops.aten.embedding.default):
+        if spec is None or not (spec.product or node.target is torch.ops.aten.embedding.default):
             continue
         for operand in operands_of(node):
             if operand is None or producer(operand) not in weights:

@@ -58,7 +58,7 @@ def replicated_matmuls(
     found: list[Replicated] = []
     for node in program.module.graph.nodes:
         spec = notes.specs.get(node.name)
-        if node.name not in choices or spec is None or spec.matmul is None:
+        if node.name not in choices or spec is None or spec.product is None:
             continue
         factors = notes.factors[node.name]
         splittable = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
@@ -87,7 +87,7 @@ def idle_note(
     notes = program.annotations
     assert notes is not None
     count = sum(
-        1 for name in plan.choices if name in notes.specs and notes.specs[name].matmul is not None
+        1 for name in plan.choices if name in notes.specs and notes.specs[name].product is not None
     )
     sizes: dict[str, int] = {}
     for each in replicated:
@@ -251,7 +251,7 @@ def _weight_factors(program: Program, node: fx.Node) -> Iterator[str]:
     notes = program.annotations
     assert notes is not None
     spec = notes.specs.get(node.name)
-    if spec is None or not (spec.matmul or node.target is aten.embedding.default):
+    if spec is None or not (spec.product or node.target is aten.embedding.default):
         return
     weights = {
         factor

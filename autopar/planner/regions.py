@@ -116,8 +116,8 @@ class Regions:
         layout.
         """
         spec = self._notes.specs[name]
-        unsplittable = {f for f in spec.unsharded if spec.sizes[f] > 1} - {"pieces"}
-        if spec.matmul or spec.sum or spec.shared or unsplittable:
+        unsplittable = {f for f in spec.whole if spec.sizes[f] > 1} - {"pieces"}
+        if spec.product or spec.sum or spec.shared or unsplittable:
             return None
         searched = {s for s in sources if s is not None and s[0] in self._notes.searched}
         regions = {self._home(value, bool(spec.linear)) for value in searched}

@@ -249,7 +249,7 @@ def _groups(program: Program, plan: Plan, pattern: str) -> list[list[str]]:
         )
     assert program.annotations is not None
     specs = program.annotations.specs
-    selected = [n for n in named if specs[n.name].matmul] or named
+    selected = [n for n in named if specs[n.name].product] or named
     groups: dict[tuple[str, str, int], list[str]] = defaultdict(list)
     times: dict[tuple[str, str], int] = defaultdict(int)
     for node in selected:

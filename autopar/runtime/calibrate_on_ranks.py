@@ -93,9 +93,9 @@ def unsharded_work(model: nn.Module, inputs: Inputs) -> Work:
 def _list_matmuls(rules: Sequence[tuple[fx.Node, OpShardingRule]]) -> list[UnshardedWork]:
     matmuls: dict[UnshardedWork, None] = {}
     for node, rule in rules:
-        if rule.matmul is None or not all(rule.matmul):
+        if rule.product is None or not all(rule.product):
             continue
-        m, n, k = (math.prod(rule.sizes[name] for name in role) for role in rule.matmul)
+        m, n, k = (math.prod(rule.sizes[name] for name in role) for role in rule.product)
         if rule.flops == 2 * m * n * k and not _is_batched(node):
             matmuls[results_of(node)[0].dtype, m, n, k] = None
     return list(matmuls)

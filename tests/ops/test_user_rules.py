@@ -141,7 +141,7 @@ class Own(nn.Module):
 @pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "fsdp", autopar.Grid2D(2, 2)])
 def test_a_model_of_own_products_is_right_under_every_layout(layout: Any) -> None:
-    autopar.rule(matmul, "m k, k n -> m n", sum="k", linear=("0", "1"), matmul="m | n | k")
+    autopar.rule(matmul, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")
     torch.manual_seed(0)
     model, inputs = Own(), (torch.randn(8, 16),)
     autopar.verify(model, 4, inputs, layout)

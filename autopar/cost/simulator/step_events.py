@@ -345,7 +345,7 @@ class Events:
         source = node.meta.get("source")
         weights = [n for n in inputs if n in self.ahead]
         others = [n for n in inputs if n not in self.ahead]
-        is_matmul = source in self.notes.specs and self.notes.specs[source].matmul is not None
+        is_matmul = source in self.notes.specs and self.notes.specs[source].product is not None
         if is_matmul and seconds and weights and others and not node.meta.get("inside"):
             self._credit(others, (self._add(node, "compute", seconds / 2, after, "backward"),))
             self._credit(weights, (self._add(node, "compute", seconds / 2, after, "backward"),))

@@ -60,9 +60,7 @@ def unsplit(node: fx.Node, source: str = "none") -> OpShardingRule:
 
     operand_dims = tuple(None if s is None else dims(s) for s in shapes)
     result_dims = tuple(dims(s) for s in outputs)
-    return OpShardingRule(
-        operand_dims, result_dims, sizes, unsharded=frozenset(sizes), source=source
-    )
+    return OpShardingRule(operand_dims, result_dims, sizes, whole=frozenset(sizes), source=source)
 
 
 def operand_shape(node: fx.Node) -> tuple[int, ...]:

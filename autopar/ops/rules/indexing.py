@@ -44,7 +44,7 @@ def index_select(node: fx.Node) -> OpShardingRule:
         (tuple(dims), (("n",),)),
         (tuple(("n",) if i == dim else d for i, d in enumerate(dims)),),
         sizes,
-        unsharded=frozenset({f"d{dim}"}),
+        whole=frozenset({f"d{dim}"}),
         linear=_FIRST,
         index=frozenset({1}),
     )
@@ -81,7 +81,7 @@ def gather(node: fx.Node) -> OpShardingRule:
         operand_dims,
         (tuple(dims[2]),),
         sizes,
-        unsharded=frozenset(unsharded),
+        whole=frozenset(unsharded),
         linear=_FIRST,
         index=frozenset({1}),
     )
@@ -130,7 +130,7 @@ def scatter(node: fx.Node) -> OpShardingRule:
         (dims[0],),
         sizes,
         sum=frozenset(summed),
-        unsharded=frozenset(unsharded),
+        whole=frozenset(unsharded),
         added=frozenset({0}) if adds else frozenset(),
         linear=(frozenset({0, 2}),) if adds else (),
         index=frozenset({1}),
@@ -159,7 +159,7 @@ def index_add(node: fx.Node) -> OpShardingRule:
         (tuple(dims),),
         sizes,
         sum=frozenset({"n"}),
-        unsharded=frozenset({f"d{dim}"}),
+        whole=frozenset({f"d{dim}"}),
         added=frozenset({0}),
         linear=(frozenset({0, 2}),),
         index=frozenset({1}),
@@ -187,7 +187,7 @@ def slice_scatter_rule(node: fx.Node) -> OpShardingRule:
         (tuple(dims), *index, source),
         (tuple(dims),),
         sizes,
-        unsharded=frozenset({f"d{dim}"} | ({"n"} if written else set())),
+        whole=frozenset({f"d{dim}"} | ({"n"} if written else set())),
         linear=(frozenset({0, len(operands) - 1}),),
         index=frozenset({1}) if index else frozenset(),
     )
@@ -243,7 +243,7 @@ def index(node: fx.Node) -> OpShardingRule:
         (dims, *index_dims),
         (result,),
         sizes,
-        unsharded=frozenset(indexed),
+        whole=frozenset(indexed),
         linear=_FIRST,
         index=frozenset(range(1, len(indices) + 1)),
     )
@@ -272,7 +272,7 @@ def index_put(node: fx.Node) -> OpShardingRule:
         (dims,),
         sizes,
         sum=frozenset(places) if adds else frozenset(),
-        unsharded=frozenset(indexed | (set() if adds else places)),
+        whole=frozenset(indexed | (set() if adds else places)),
         added=frozenset({0}) if adds else frozenset(),
         linear=(frozenset({0, last}),) if adds else (),
         index=frozenset(range(1, last)),
@@ -280,8 +280,8 @@ def index_put(node: fx.Node) -> OpShardingRule:
 
 
 # -- codes and searches ----------------------------------------------------------------------------
-rule(aten.one_hot.default, "... -> ... n", unsharded="n")
-rule(aten.bucketize.Tensor, "..., n -> ...", unsharded="n")
+rule(aten.one_hot.default, "... -> ... n", whole="n")
+rule(aten.bucketize.Tensor, "..., n -> ...", whole="n")
 
 
 @rule_for(aten.searchsorted.Tensor)
@@ -298,5 +298,5 @@ def search_sorted(node: fx.Node) -> OpShardingRule:
         (row_dims, found, None if sorter is None else row_dims),
         (found,),
         sizes,
-        unsharded=frozenset({"n"}),
+        whole=frozenset({"n"}),
     )

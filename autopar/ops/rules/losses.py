@@ -89,7 +89,7 @@ def row_loss(node: fx.Node) -> OpShardingRule:
         tuple(dims[: len(shape)] for shape in shapes),
         (dims[:-1],),
         sizes,
-        unsharded=frozenset({f"d{len(first) - 1}"}),
+        whole=frozenset({f"d{len(first) - 1}"}),
     )
     return _reduced(node, rows)
 
@@ -143,7 +143,7 @@ def _token_loss(node: fx.Node, split_classes: bool) -> OpShardingRule:
         sum=split if reduction == _SUM else frozenset(),
         shared=(classes if split_classes else frozenset())
         | (split if reduction == _MEAN else frozenset()),
-        unsharded=frozenset() if split_classes else classes,
+        whole=frozenset() if split_classes else classes,
         index=frozenset({1}),
     )
 
@@ -163,7 +163,7 @@ def _loss_of_probabilities(node: fx.Node) -> OpShardingRule:
         (dims, dims, None if weight is None else (dims[class_dim],)),
         (tokens,),
         sizes,
-        unsharded=frozenset(dims[class_dim]),
+        whole=frozenset(dims[class_dim]),
     )
     return _reduced(node, rows)
 
@@ -180,6 +180,6 @@ def connectionist(node: fx.Node) -> OpShardingRule:
         ((("t",), samples, ("c",)), (samples, ("s",)), (samples,), (samples,)),
         ((samples,),),
         sizes,
-        unsharded=frozenset("tcs"),
+        whole=frozenset("tcs"),
         index=frozenset({1, 2, 3}),
     )

@@ -34,14 +34,14 @@ rule(
     sum="k",
     added="2",
     linear=("0 2", "1 2"),
-    matmul="... | n | k",
+    product="... | n | k",
 )
 
 
-rule(aten.mm.default, "m k, k n -> m n", sum="k", linear=("0", "1"), matmul="m | n | k")
+rule(aten.mm.default, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")
 
 
-rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), matmul="b m | n | k")
+rule(aten.bmm.default, "b m k, b k n -> b m n", sum="k", linear=("0", "1"), product="b m | n | k")
 
 
 @rule_for(aten.matmul.default)
@@ -72,7 +72,7 @@ def matmul(node: fx.Node) -> OpShardingRule:
         sum=frozenset({"k"}),
         linear=(frozenset({0}), frozenset({1})),
         flops=2.0 * math.prod(sizes.values()),
-        matmul=(
+        product=(
             batch_names | ({"m"} if rows else set()),
             frozenset({"n"} if columns else ()),
             frozenset({"k"}),
@@ -112,7 +112,7 @@ def addmm(node: fx.Node) -> OpShardingRule:
         added=frozenset({0}),
         linear=(frozenset({0, 1}), frozenset({0, 2})),
         flops=2.0 * m * n * k,
-        matmul=(frozenset({"m"}), frozenset({"n"}), frozenset({"k"})),
+        product=(frozenset({"m"}), frozenset({"n"}), frozenset({"k"})),
     )
 
 
@@ -146,11 +146,11 @@ def convolution(node: fx.Node) -> OpShardingRule:
         ((*batch, ("g", "o"), *after),),
         sizes,
         sum=frozenset({"c"}),
-        unsharded=unsharded,
+        whole=unsharded,
         added=frozenset({2}),
         linear=(frozenset({0, 2}), frozenset({1, 2})),
         flops=flops,
-        matmul=(
+        product=(
             frozenset({"g", *(name for (name,) in batch)}),
             frozenset({"o"}),
             frozenset({"c"}),
@@ -184,11 +184,11 @@ def transposed_convolution(node: fx.Node) -> OpShardingRule:
         ((*batch, ("g", "o"), *after),),
         sizes,
         sum=frozenset({"c"}),
-        unsharded=frozenset(name for (name,) in (*before, *window, *after)),
+        whole=frozenset(name for (name,) in (*before, *window, *after)),
         added=frozenset({2}),
         linear=(frozenset({0, 2}), frozenset({1, 2})),
         flops=flops,
-        matmul=(
+        product=(
             frozenset({"g", *(name for (name,) in batch)}),
             frozenset({"o"}),
             frozenset({"c"}),
@@ -229,7 +229,7 @@ def baddbmm(node: fx.Node) -> OpShardingRule:
         added=frozenset({0}),
         linear=(frozenset({0, 1}), frozenset({0, 2})),
         flops=2.0 * b * m * n * k,
-        matmul=(frozenset({"b", "m"}), frozenset({"n"}), frozenset({"k"})),
+        product=(frozenset({"b", "m"}), frozenset({"n"}), frozenset({"k"})),
     )
 
 
@@ -267,9 +267,9 @@ def einsum(node: fx.Node) -> OpShardingRule:
         (result,),
         sizes,
         sum=frozenset(sizes) - frozenset(output),
-        unsharded=frozenset(unsharded),
+        whole=frozenset(unsharded),
         linear=tuple(frozenset({i}) for i in range(len(tensors))),
-        matmul=product if flops else None,
+        product=product if flops else None,
         flops=flops,
     )
 
@@ -311,7 +311,7 @@ def cdist(node: fx.Node) -> OpShardingRule:
         ),
         ((*batch, ("m",), ("n",)),),
         sizes,
-        unsharded=frozenset({"k"}),
+        whole=frozenset({"k"}),
     )
 
 
@@ -332,7 +332,7 @@ def weight_norm(node: fx.Node) -> OpShardingRule:
         (tuple(dims), own),
         (tuple(dims),),
         sizes,
-        unsharded=frozenset(sizes) - {f"d{dim}"},
+        whole=frozenset(sizes) - {f"d{dim}"},
         linear=(frozenset({1}),),
     )
 
@@ -373,7 +373,7 @@ def block_mask(node: fx.Node) -> OpShardingRule:
         operands,
         ((("b",), (), ("q",), ("k",)),),
         sizes,
-        unsharded=frozenset({"k"}),
+        whole=frozenset({"k"}),
         index=frozenset(range(len(operands))),
     )
 
@@ -427,10 +427,10 @@ def _attention(
         ),
         ((*leading, *heads, ("q",), ("v",)),),
         sizes,
-        unsharded=frozenset({"e", "k", "v"}),
+        whole=frozenset({"e", "k", "v"}),
         linear=(frozenset({2}),),
         index=frozenset(range(3, 3 + len(masks))) if in_blocks else frozenset(),
-        matmul=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
+        product=(frozenset(sizes) - {"e", "k", "v"}, frozenset(), frozenset()),
         flops=attends.flops(math.prod(out[:-1])),
         attends=attends,
         band=band,

@@ -58,6 +58,6 @@ def recurrent(node: fx.Node) -> OpShardingRule:
         operands,
         results,
         sizes,
-        unsharded=frozenset(sizes) - {_SAMPLES},
+        whole=frozenset(sizes) - {_SAMPLES},
         flops=2.0 * rows * sum(matrices),
     )

@@ -75,7 +75,7 @@ def vector_norm(node: fx.Node) -> OpShardingRule:
     assert source is not None
     if not 0 < bound(node)["ord"] < math.inf or value_of(source).is_complex():
         return norm_rule
-    return replace(norm_rule, shared=norm_rule.unsharded, unsharded=frozenset())
+    return replace(norm_rule, shared=norm_rule.whole, whole=frozenset())
 
 
 @rule_for((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList))
@@ -103,7 +103,7 @@ def histogram(node: fx.Node) -> OpShardingRule:
         ((("n",),),),
         sizes,
         sum=elements if given else frozenset(),
-        unsharded=frozenset({"n"}) | (frozenset() if given else elements),
+        whole=frozenset({"n"}) | (frozenset() if given else elements),
     )
 
 
@@ -123,7 +123,7 @@ def similarity(node: fx.Node) -> OpShardingRule:
     result = tuple(
         () if j == dim else d for j, d in enumerate(entries.results[0]) if keep or j != dim
     )
-    return replace(entries, results=(result,), unsharded=frozenset({f"d{dim}"}), linear=())
+    return replace(entries, results=(result,), whole=frozenset({f"d{dim}"}), linear=())
 
 
 def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
@@ -143,7 +143,7 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
         sizes,
         linear=linear,
         sum=factors if summed else frozenset(),
-        unsharded=frozenset() if summed else factors,
+        whole=frozenset() if summed else factors,
     )
 
 
@@ -174,7 +174,7 @@ def norm(node: fx.Node) -> OpShardingRule:
         (tuple(dims),),
         sizes,
         shared=factors if one_dim else no_factors,
-        unsharded=no_factors if one_dim else factors,
+        whole=no_factors if one_dim else factors,
     )
 
 
@@ -199,7 +199,7 @@ def group_norm(node: fx.Node) -> OpShardingRule:
         (own,),
         sizes,
         shared=of_group if groups == 1 else no_factors,
-        unsharded=no_factors if groups == 1 else of_group,
+        whole=no_factors if groups == 1 else of_group,
     )
 
 
@@ -220,7 +220,7 @@ def instance_norm(node: fx.Node) -> OpShardingRule:
         (tuple(dims),),
         sizes,
         shared=pixels if computed else no_factors,
-        unsharded=no_factors if computed else pixels,
+        whole=no_factors if computed else pixels,
     )
 
 
@@ -252,7 +252,7 @@ def batch_norm(node: fx.Node) -> OpShardingRule:
         tuple(results),
         sizes,
         shared=others if training else others | {"d1"},
-        unsharded=frozenset() if training else frozenset({"none"}),
+        whole=frozenset() if training else frozenset({"none"}),
     )
 
 
@@ -290,7 +290,7 @@ def embedding(node: fx.Node) -> OpShardingRule:
     plain_rule = _plain_embedding(node)
     if not bound(node)["scale_grad_by_freq"]:
         return plain_rule
-    return replace(plain_rule, unsharded=frozenset(plain_rule.sizes) - {"d"})
+    return replace(plain_rule, whole=frozenset(plain_rule.sizes) - {"d"})
 
 
 @rule_for(aten.embedding_bag.padding_idx)
@@ -320,7 +320,7 @@ def embedding_bag(node: fx.Node) -> OpShardingRule:
         operands=((table[0], ("d",)), indices, *others),
         results=((bags, ("d",)), *other_results),
         sizes=sizes,
-        unsharded=unsplit_rule.unsharded | ({"l"} & set(sizes)),
+        whole=unsplit_rule.whole | ({"l"} & set(sizes)),
         shared=shared,
     )
 

@@ -49,7 +49,7 @@ def view(node: fx.Node) -> OpShardingRule:
     sizes, left, right, unsharded = view_factors(operand_shape(source), shape_of(value_of(node)))
     absent = (None,) * (len(operands_of(node)) - 1)
     return OpShardingRule(
-        (left, *absent), (right,), sizes, unsharded=unsharded, linear=(frozenset({0}),)
+        (left, *absent), (right,), sizes, whole=unsharded, linear=(frozenset({0}),)
     )
 
 
@@ -123,7 +123,7 @@ def new_fill(node: fx.Node) -> OpShardingRule:
     rule = unsplit(node)
     sizes = dict(rule.sizes)
     result = tuple(name_dims(shape_of(value_of(node)), sizes))
-    return OpShardingRule(rule.operands, (result,), sizes, unsharded=rule.unsharded)
+    return OpShardingRule(rule.operands, (result,), sizes, whole=rule.whole)
 
 
 def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, int], Dims, Dims]:
@@ -168,7 +168,7 @@ def unsharded_dims(node: fx.Node, along: set[int], linear: bool = True) -> OpSha
     absent = (None,) * (len(operands_of(node)) - 1)
     groups = (frozenset({0}),) if linear else ()
     return OpShardingRule(
-        (tuple(dims), *absent), tuple(results), sizes, unsharded=frozenset(unsharded), linear=groups
+        (tuple(dims), *absent), tuple(results), sizes, whole=frozenset(unsharded), linear=groups
     )
 
 
@@ -194,7 +194,7 @@ def split(node: fx.Node) -> OpShardingRule:
         (joined,),
         (single,) * count,
         sizes,
-        unsharded=frozenset({"pieces"}),
+        whole=frozenset({"pieces"}),
         linear=(frozenset({0}),),
     )
 
@@ -212,7 +212,7 @@ def slice_(node: fx.Node) -> OpShardingRule:
     if values["step"] == 1 and length and size % length == 0 and start % length == 0:
         sizes, joined, single = pieces(source, dim, size // length, length)
         return OpShardingRule(
-            (joined,), (single,), sizes, unsharded=frozenset({"pieces"}), linear=(frozenset({0}),)
+            (joined,), (single,), sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),)
         )
     return unsharded_dim(node, dim)
 
@@ -243,7 +243,7 @@ def cat(node: fx.Node) -> OpShardingRule:
             (single,) * len(tensors),
             (joined,),
             sizes,
-            unsharded=frozenset({"pieces"}),
+            whole=frozenset({"pieces"}),
             linear=all_operands,
         )
     sizes = {}
@@ -255,7 +255,7 @@ def cat(node: fx.Node) -> OpShardingRule:
         operands.append(tuple((f"p{i}",) if j == dim else d for j, d in enumerate(dims)))
     unsharded = frozenset({f"d{dim}", *(f"p{i}" for i in range(len(tensors)))})
     return OpShardingRule(
-        tuple(operands), (tuple(dims),), sizes, unsharded=unsharded, linear=all_operands
+        tuple(operands), (tuple(dims),), sizes, whole=unsharded, linear=all_operands
     )
 
 
@@ -271,7 +271,7 @@ def stack(node: fx.Node) -> OpShardingRule:
         (single,) * len(tensors),
         (tuple(dims),),
         sizes,
-        unsharded=frozenset({f"d{dim}"}),
+        whole=frozenset({f"d{dim}"}),
         linear=(frozenset(range(len(tensors))),),
     )
 
@@ -290,7 +290,7 @@ def select(node: fx.Node) -> OpShardingRule:
         (tuple(dims),),
         (remaining_dims,) * count,
         sizes,
-        unsharded=frozenset({f"d{dim}"}),
+        whole=frozenset({f"d{dim}"}),
         linear=(frozenset({0}),),
     )
 
@@ -326,7 +326,7 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
             unsharded |= {f"d{i}", f"r{i}"}
     groups = (frozenset({0}),) if linear else ()
     return OpShardingRule(
-        (tuple(dims),), (tuple(results),), sizes, unsharded=frozenset(unsharded), linear=groups
+        (tuple(dims),), (tuple(results),), sizes, whole=frozenset(unsharded), linear=groups
     )
 
 
@@ -356,7 +356,7 @@ def glu(node: fx.Node) -> OpShardingRule:
     assert source is not None
     dim = bound(node)["dim"]
     sizes, joined, single = pieces(source, dim, 2, shape_of(value_of(node))[dim])
-    return OpShardingRule((joined,), (single,), sizes, unsharded=frozenset({"pieces"}))
+    return OpShardingRule((joined,), (single,), sizes, whole=frozenset({"pieces"}))
 
 
 @rule_for((aten.repeat.default, aten.tile.default))
@@ -418,7 +418,7 @@ def parts_of_complex(node: fx.Node) -> OpShardingRule:
     before, after = (dims, (*dims, ("parts",)))
     if len(shape) > len(result):
         before, after = after, before
-    return OpShardingRule((before,), (after,), sizes, unsharded=frozenset({"parts"}))
+    return OpShardingRule((before,), (after,), sizes, whole=frozenset({"parts"}))
 
 
 @rule_for(aten.diff.default)
@@ -444,7 +444,7 @@ def diff(node: fx.Node) -> OpShardingRule:
     present = frozenset(i for i, n in enumerate(operands) if n is not None)
     own = {name for d in (dims, *filter(None, others), result) for name in d[dim]}
     return OpShardingRule(
-        (tuple(dims), *others), (result,), sizes, unsharded=frozenset(own), linear=(present,)
+        (tuple(dims), *others), (result,), sizes, whole=frozenset(own), linear=(present,)
     )
 
 
@@ -453,6 +453,4 @@ def flip(node: fx.Node) -> OpShardingRule:
     """Return the rule of a flip: flipped dims stay unsharded."""
     rule = expand_like_identity(node)
     dims = len(rule.results[0])
-    return dataclasses.replace(
-        rule, unsharded=frozenset(f"d{d % dims}" for d in bound(node)["dims"])
-    )
+    return dataclasses.replace(rule, whole=frozenset(f"d{d % dims}" for d in bound(node)["dims"]))

@@ -470,5 +470,5 @@ def rule_of_factors(
     outputs = tuple(dims("v", i, shape, 1) for i, shape in enumerate(results))
     unsharded = frozenset(name for name in sizes if not name.startswith("d"))
     return OpShardingRule(
-        operands, outputs, sizes, unsharded=unsharded, nonlinear=nonlinear, source="probe"
+        operands, outputs, sizes, whole=unsharded, nonlinear=nonlinear, source="probe"
     )

@@ -40,10 +40,10 @@ def rule(
     pattern: str,
     *,
     sum: str = "",
-    unsharded: str = "",
+    whole: str = "",
     added: str = "",
     linear: tuple[str, ...] = (),
-    matmul: str | None = None,
+    product: str | None = None,
     example: tuple[Any, ...] | None = None,
 ) -> None:
     """Say how an `op` of your own may be split over ranks, and try it.
@@ -60,11 +60,11 @@ def rule(
     that have it are split there.
 
     - `sum`: factors that are summed, which results lack: they are partial sums where one is split.
-    - `unsharded`: factors that no axis may split, as those that the op sorts along.
+    - `whole`: factors that no axis may split, as those that the op sorts along.
     - `added`: the numbers of operands that are added once, such as a bias ("2").
     - `linear`: groups of operands through which partial sums pass, each operand ("0", "1") or
       several together ("0 1").
-    - `matmul`: the roles of a matmul's factors, "m | n | k", for its FLOPs and named layouts.
+    - `product`: the roles of a matmul's factors, "m | n | k", for its FLOPs and named layouts.
     - `example`: arguments to try it with, where it takes others than float tensors. Each factor
       that may be split has an even size of 4 or more.
 
@@ -76,8 +76,8 @@ def rule(
         raise InputError(f"autopar.rule: {target} has a rule of autopar's own")
     if pattern.count("->") != 1:
         raise InputError(f"autopar.rule: {pattern!r} is no pattern such as 'm k, k n -> m n'")
-    allowed: dict[str, Any] = {"sum": sum, "unsharded": unsharded, "added": added}
-    allowed |= {"linear": linear, "matmul": matmul}
+    allowed: dict[str, Any] = {"sum": sum, "whole": whole, "added": added}
+    allowed |= {"linear": linear, "product": product}
     build = sharding_rule.rule_builder(target, pattern, **allowed)
     TABLE[target] = _checked(target, pattern, build, example)
     said = "".join(f", {name}={value!r}" for name, value in allowed.items() if value)
@@ -121,7 +121,7 @@ def _checked(
 
 def _refuse_names(call: str, rule: OpShardingRule) -> None:
     """Raise InputError where a keyword names a factor that it cannot be said of."""
-    for name in sorted((rule.sum | rule.unsharded) - rule.sizes.keys()):
+    for name in sorted((rule.sum | rule.whole) - rule.sizes.keys()):
         raise InputError(f"{call}: no dim has the factor {name!r}")
     for name in sorted(rule.sum):
         if any(_has(dims, name) for dims in rule.results):
@@ -208,7 +208,7 @@ class _Trial:
                 if self.rule.sizes[factor] % 2:
                     raise InputError(
                         f"{self.call}: factor {factor!r} is {self.rule.sizes[factor]} in the "
-                        "example: give one where it is even, or name it in `unsharded`"
+                        "example: give one where it is even, or name it in `whole`"
                     )
                 partial = not any(_has(dims, factor) for dims in self.rule.results)
                 added = self.rule.added if partial else frozenset()

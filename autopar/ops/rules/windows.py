@@ -52,7 +52,7 @@ def planes(node: fx.Node, spatial: int, linear: bool) -> OpShardingRule:
         tuple(operands),
         tuple(results),
         sizes,
-        unsharded=frozenset(unsharded),
+        whole=frozenset(unsharded),
         linear=_FIRST if linear else (),
     )
 
@@ -148,7 +148,7 @@ def _patches(image: tuple[int, ...], columns: tuple[int, ...], to_columns: bool)
     patches = (*batch, ("c", "k"), ("l",))
     before, after = (pixels, patches) if to_columns else (patches, pixels)
     unsharded = frozenset({"k", "l", *(name for (name,) in plane)})
-    return OpShardingRule((before,), (after,), sizes, unsharded=unsharded, linear=_FIRST)
+    return OpShardingRule((before,), (after,), sizes, whole=unsharded, linear=_FIRST)
 
 
 @rule_for(aten.unfold.default)
@@ -167,7 +167,7 @@ def unfold(node: fx.Node) -> OpShardingRule:
         (tuple(dims),),
         ((*result, ("window",)),),
         sizes,
-        unsharded=frozenset({f"d{dim}", "r", "window"}),
+        whole=frozenset({f"d{dim}", "r", "window"}),
         linear=_FIRST,
     )
 
@@ -188,9 +188,7 @@ def pixel_shuffle(node: fx.Node) -> OpShardingRule:
     deep_dims = (*batch, ("c", "r", "s"), ("h",), ("w",))
     wide_dims = (*batch, ("c",), ("h", "r"), ("w", "s"))
     before, after = (deep_dims, wide_dims) if shuffles else (wide_dims, deep_dims)
-    return OpShardingRule(
-        (before,), (after,), sizes, unsharded=frozenset({"r", "s"}), linear=_FIRST
-    )
+    return OpShardingRule((before,), (after,), sizes, whole=frozenset({"r", "s"}), linear=_FIRST)
 
 
 @rule_for(aten.channel_shuffle.default)
@@ -207,7 +205,7 @@ def channel_shuffle(node: fx.Node) -> OpShardingRule:
         ((dims[0], ("g", "c"), *dims[2:]),),
         ((dims[0], ("c", "g"), *dims[2:]),),
         sizes,
-        unsharded=frozenset({"g"}),
+        whole=frozenset({"g"}),
         linear=_FIRST,
     )
 
@@ -240,7 +238,7 @@ def grid_sampler(node: fx.Node) -> OpShardingRule:
         ((("b",), ("c",), *pixels), (("b",), *grid_dims, ("coordinate",))),
         ((("b",), ("c",), *grid_dims),),
         sizes,
-        unsharded=frozenset({"coordinate", *(name for (name,) in pixels)}),
+        whole=frozenset({"coordinate", *(name for (name,) in pixels)}),
         linear=_FIRST,
     )
 
@@ -259,7 +257,7 @@ def affine_grid(node: fx.Node) -> OpShardingRule:
         ((("b",), ("r",), ("k",)),),
         ((("b",), *points, ("r",)),),
         sizes,
-        unsharded=frozenset(sizes) - {"b"},
+        whole=frozenset(sizes) - {"b"},
         linear=_FIRST,
     )
 
@@ -311,6 +309,6 @@ def short_time_spectrum(node: fx.Node) -> OpShardingRule:
         ((*batch, *before), window_dims),
         ((*batch, *after),),
         sizes,
-        unsharded=frozenset(sizes) - {name for (name,) in batch},
+        whole=frozenset(sizes) - {name for (name,) in batch},
         linear=_FIRST,
     )

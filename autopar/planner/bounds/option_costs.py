@@ -212,7 +212,7 @@ class OptionCosts:
         remaining = options
         for position, name in enumerate(variable.region.nodes):
             node = self.frame.nodes[name]
-            if self.notes.specs[name].matmul:
+            if self.notes.specs[name].product:
                 single = [variable.options[i][position] for i in remaining]
                 legal = self._legal(node, single)
                 legal = np.broadcast_to(
@@ -292,7 +292,7 @@ class OptionCosts:
             if slot is not None:
                 atom = factors[slot.factor][slot.position]
                 legal &= atom.size % parts(self.meshes, [slot == other for other in unique]) == 0
-        if spec.matmul and None in unique:
+        if spec.product and None in unique:
             legal &= ~(self._wasteful(spec, factors, unique) & self._free(node))
         if has_weight(spec):
             legal = self._only_apart(node, spec, unique, legal)

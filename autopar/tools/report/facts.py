@@ -218,7 +218,7 @@ def _products(plan: Plan) -> dict[str, tuple[tuple[str, Layout], ...]]:
     specs = program.annotations.specs if program.annotations is not None else {}
     for node in program.module.graph.nodes:
         rule, choice = specs.get(node.name), plan.choices.get(node.name)
-        if rule is None or rule.matmul is None or choice is None or len(choice.operands) < 2:
+        if rule is None or rule.product is None or choice is None or len(choice.operands) < 2:
             continue
         x, w = choice.operands[:2]
         if x is not None and w is not None and _is_parameter(node.args[1]):
