@@ -89,10 +89,13 @@ def _seconds_of_parts(
 def rematerialization_seconds(
     program: Program, world: World, step_collectives: Sequence[Collective] | None = None
 ) -> float:
-    """Return the seconds of what runs again in the backward. `step_collectives`: the program's."""
+    """Return the seconds of what runs again in the backward, of one micro-batch.
+    `step_collectives`: the program's, of all micro-batches.
+    """
+    assert program.plan is not None
     step_collectives = collectives(program, world) if step_collectives is None else step_collectives
     communication = sum(
-        collective.seconds
+        collective.seconds / program.plan.microbatches
         for sent, collective in zip(sent_collectives(program), step_collectives, strict=True)
         if sent.again
     )
@@ -101,9 +104,11 @@ def rematerialization_seconds(
 
 def rematerialization_seconds_by_block(program: Program, world: World) -> dict[str, float]:
     """Return what `rematerialization_seconds` adds up, by the repeated block where it is spent."""
+    assert program.plan is not None
     total: dict[str, float] = defaultdict(float)
     each = zip(sent_collectives(program), collectives(program, world), strict=True)
-    spent = [(sent.chain, collective.seconds) for sent, collective in each if sent.again]
+    count = program.plan.microbatches
+    spent = [(sent.chain, collective.seconds / count) for sent, collective in each if sent.again]
     for chain, seconds in (*spent, *_again_seconds(program, world).items()):
         block = numbered_block(chain)
         total["" if block is None else block_name(block)] += seconds

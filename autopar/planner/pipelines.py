@@ -41,6 +41,7 @@ _TRIES = 3  # plans of one stage, until the pipeline fits
 _MORE = 1.1  # of the bytes that a rank has too many, to take off the next plan
 _FEW_STAGES = 4  # each with a note of its own
 _ALIKE = 1e-3  # of their seconds
+_AIM = 0.997  # of the limit: a block that runs again holds a little more beside other stages
 # Whether weights are gathered, and gradients that are scattered summed, once a step.
 _OFTEN = ((True, True), (False, True), (False, False))
 
@@ -277,7 +278,7 @@ class _Run:
         of the step then; None where some rank does not.
         """
         tried = rungs_of_ranks(self.stages, self.actions, self.pipeline, self.known)
-        if any(each.memory.peak > limit for each in tried):
+        if any(each.memory.peak > _AIM * limit for each in tried):
             return None
         rung = join_rungs(each.rung for each in tried)
         seconds = [
@@ -301,7 +302,8 @@ def _runs(
     """
     count, plan = _count(requested), full.plan
     assert plan is not None
-    run = partial(_Run.of, full, known=StageMemory(plan.world, Budget(limit, plan.optimizer)))
+    aim = None if limit is None else _AIM * limit
+    run = partial(_Run.of, full, known=StageMemory(plan.world, Budget(aim, plan.optimizer)))
     if like is not None:
         return [run(like.schedule, like.pipeline, like.stage_starts)]
     by_node = compute_seconds_by_node(full, plan.world)
