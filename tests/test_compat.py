@@ -326,7 +326,7 @@ def test_below_autograd_nothing_is_recorded() -> None:
     assert (x * 2).requires_grad
 
 
-@covers("put_local", "fit_spec", "storage_key", "placings_of", "locals_of")
+@covers("put_local", "fit_placing", "storage_key", "placings_of", "locals_of")
 def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     x = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (1,)), [Shard(0)])
     own = torch.zeros(4)
@@ -337,8 +337,8 @@ def test_a_dtensor_gets_another_own_part(group: dist.ProcessGroup) -> None:
     placing = _compat.placing_of(x)
     assert _compat.placings_of([x, own]) == [placing, None]
     assert _compat.locals_of([x, x])[1] is _compat.local_of(x)
-    assert _compat.fit_spec(placing, torch.float32) is placing
-    fitted = _compat.fit_spec(placing, torch.bool)
+    assert _compat.fit_placing(placing, torch.float32) is placing
+    fitted = _compat.fit_placing(placing, torch.bool)
     assert _compat.from_part(own > 0, fitted).dtype == torch.bool
     assert placing.tensor_meta is not None and placing.tensor_meta.dtype == torch.float32
 
@@ -460,7 +460,7 @@ def test_dynamo_says_where_it_takes_inputs_from() -> None:
     assert any("x" in name for name in found[0] if "self" not in name)
 
 
-def made_again(first: Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]) -> Any:
+def checkpointed_module(first: Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]) -> Any:
     """exp(sin(first(x))), whose first two ops have the tag of what is made again."""
     graph = torch.fx.Graph()
     middle = graph.call_function(torch.sin, (first(graph, graph.placeholder("x")),))
@@ -480,7 +480,7 @@ def boxed(gm: torch.fx.GraphModule, _: object) -> Callable[..., object]:
 def test_what_is_tagged_is_made_again() -> None:
     """Attention among it, whose op torch takes for one that draws random numbers."""
     attention = torch.nn.functional.scaled_dot_product_attention
-    module = made_again(lambda graph, x: graph.call_function(attention, (x, x, x)))
+    module = checkpointed_module(lambda graph, x: graph.call_function(attention, (x, x, x)))
     cut: list[str] = []
 
     def parted(joint: torch.fx.GraphModule, inputs: object, **more: object) -> object:
@@ -499,7 +499,7 @@ def test_what_is_tagged_is_made_again() -> None:
 
 @pytest.mark.parametrize("draw", [torch.rand_like, torch.nn.functional.dropout])
 def test_what_draws_random_numbers_is_not_made_again(draw: Callable[..., torch.Tensor]) -> None:
-    module = made_again(
+    module = checkpointed_module(
         lambda graph, x: graph.call_function(torch.mul, (x, graph.call_function(draw, (x,))))
     )
     value = torch.randn(3, requires_grad=True)
@@ -518,7 +518,7 @@ def test_attention_draws_where_it_drops() -> None:
 
 
 @covers("takes_a_list")
-def test_a_function_of_a_list_is_told_from_others() -> None:
+def test_a_function_of_a_list_is_distinguished_from_others() -> None:
     """AOTAutograd gives it a list, which it may clear."""
     seen: list[type] = []
 
@@ -530,7 +530,7 @@ def test_a_function_of_a_list_is_told_from_others() -> None:
         assert _compat.takes_a_list(run) is run
         return run
 
-    module = made_again(lambda graph, x: graph.call_function(torch.neg, (x,)))
+    module = checkpointed_module(lambda graph, x: graph.call_function(torch.neg, (x,)))
     value = torch.randn(3, requires_grad=True)
     (y,) = _compat.derive(module, [value], compiler, _compat.partition)(value)
     y.sum().backward()
@@ -601,7 +601,7 @@ def test_a_function_knows_that_it_is_differentiated() -> None:
 
     def square(point: torch.Tensor) -> torch.Tensor:
         seen.append(_compat.differentiating())
-        inner = _compat.unwrapped(point)
+        inner = _compat.unwrap(point)
         assert not torch._C._functorch.is_functorch_wrapped_tensor(inner)
         assert inner.shape == x.shape and inner.data_ptr() == x.data_ptr()
         return (point**2).sum()
@@ -645,7 +645,7 @@ def test_each_tensor_takes_another_one_in_place() -> None:
 
 
 @covers("exporting")
-def test_code_can_be_told_that_it_is_exported() -> None:
+def test_code_sees_that_it_is_exported() -> None:
     asked = torch.compiler.is_exporting, torch.compiler.is_compiling
     with _compat.exporting():
         assert all(ask() for ask in asked)
@@ -653,7 +653,7 @@ def test_code_can_be_told_that_it_is_exported() -> None:
 
 
 @covers("version_of", "versions_of", "are_trained")
-def test_a_distributed_tensor_counts_its_changes(group: dist.ProcessGroup) -> None:
+def test_a_distributed_tensor_counts_its_versions(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,))
     for x in (torch.ones(3), distribute_tensor(torch.ones(3), mesh, [Shard(0)])):
         before = _compat.version_of(x)
@@ -677,7 +677,7 @@ _halve = _Halved.apply
 
 
 @covers("apply_function", "functions_applied")
-def test_functions_are_applied_as_told_by_whichever_name() -> None:
+def test_functions_are_applied_by_whichever_name() -> None:
     calls: list[Any] = []
 
     def apply(function: Any, *args: Any) -> Any:
@@ -803,14 +803,14 @@ def test_graphs_are_written_out_when_they_are_called() -> None:
     assert module(torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
-@covers("masks_as_given")
+@covers("without_mask_detection")
 def test_transformers_do_not_look_at_masks() -> None:
     """Only a hint says that one is causal; a mask on the meta device could not be looked at."""
     from torch.nn.modules import transformer
 
     detect = transformer._detect_is_causal_mask
     mask = torch.empty(4, 4, device="meta")
-    with _compat.masks_as_given():
+    with _compat.without_mask_detection():
         assert transformer._detect_is_causal_mask(mask, None, 4) is False
         assert transformer._detect_is_causal_mask(mask, is_causal=True) is True
     assert transformer._detect_is_causal_mask is detect

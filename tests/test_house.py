@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -74,12 +75,13 @@ def docstrings() -> Iterator[tuple[str, str]]:
 
 
 # -- words -----------------------------------------------------------------------------------------
+@functools.cache
 def retired() -> set[str]:
     """The words that docs/glossary.md lists as retired."""
     text = (ROOT / "docs" / "glossary.md").read_text()
     table = text[text.index("## Retired words") :]
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", table, re.MULTILINE)
-    return {word.strip(" `") for row in rows[1:] for word in row.split(",")}
+    return {word.strip(" `").lower() for row in rows[1:] for word in row.split(",")}
 
 
 def words(name: str) -> list[str]:
@@ -91,39 +93,9 @@ def words(name: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def public_names() -> Iterator[tuple[str, str]]:
-    """(file, name) of modules, and of what stands at their top without an underscore before it."""
-    for path in FILES:
-        place = str(path.relative_to(ROOT))
-        yield place, path.stem
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
-                yield place, node.name
-
-
-def test_no_module_or_public_name_uses_a_retired_word() -> None:
-    assert len(retired()) > 20
-    uses = [
-        f"{place}: {name}"
-        for place, name in public_names()
-        if set(words(name)) & retired() or name in retired()
-    ]
-    assert not uses
-
-
-# What is clean in methods, fields and arguments, too; the others follow.
-CLEAN = ("api.py", "errors.py", "cli/*.py", "cli/doctor/*.py", "cost/*.py",
-         "runtime/*.py")  # fmt: skip
-UNCLEAN = ("runtime/backends.py",)
-# "spans" are the events of a trace; verbs and nouns that end as participles do
-EXEMPT, VERBS = {"spans"}, {"feed", "embed", "need", "seed", "speed"}
-
-
-def clean_files() -> list[Path]:
-    paths = {path for pattern in CLEAN for path in AUTOPAR.glob(pattern)}
-    return sorted(paths - {AUTOPAR / name for name in UNCLEAN})
-
-
+# A retired word is one in every name of ours: of modules, classes, functions, arguments, fields and
+# constants. The name of a test is a sentence, whose verb may be "found" or "made".
+@functools.cache
 def vague() -> set[str]:
     """The words that docs/glossary.md says name nothing."""
     text = (ROOT / "docs" / "glossary.md").read_text()
@@ -131,9 +103,13 @@ def vague() -> set[str]:
     return set(re.findall(r"`(\w+)`", first))
 
 
-def names_in(text: str) -> Iterator[tuple[str, str]]:
-    """(kind, name) of the functions, classes, arguments and fields in a file's text."""
-    for node in ast.walk(ast.parse(text)):
+def names_in(path: Path, text: str) -> Iterator[tuple[str, str]]:
+    """(kind, name) of a module, and of what it names itself but for local variables."""
+    tree = ast.parse(text)
+    yield "module", path.stem
+    for statement in tree.body:
+        yield from (("constant", name) for name in assigned_names(statement))
+    for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield ("function" if isinstance(node, ast.FunctionDef) else "class"), node.name
         if isinstance(node, ast.FunctionDef | ast.Lambda):
@@ -141,35 +117,72 @@ def names_in(text: str) -> Iterator[tuple[str, str]]:
             rest = node.args.vararg, node.args.kwarg
             yield from (("argument", a.arg) for a in (*itertools.chain(*every), *rest) if a)
         if isinstance(node, ast.ClassDef):
-            fields = (n.target for n in node.body if isinstance(n, ast.AnnAssign))
-            yield from (("field", n.id) for n in fields if isinstance(n, ast.Name))
+            yield from (("field", name) for n in node.body for name in assigned_names(n))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield "field", node.attr
 
 
-def faults(text: str) -> list[str]:
+def assigned_names(statement: ast.stmt) -> Iterator[str]:
+    """The names that a statement of a module or of a class assigns."""
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets = [statement.target] if isinstance(statement, ast.AnnAssign) else targets
+    for node in itertools.chain(*map(ast.walk, targets)):
+        if isinstance(node, ast.Name):
+            yield node.id
+
+
+def faults(path: Path, text: str) -> list[str]:
     """The names in a file's text that are not the field's words."""
-    unwanted = {word.lower() for word in retired() | vague()} - EXEMPT
+    retired_words, vague_words = retired(), vague()
     return [
         f"{kind} {name}"
-        for kind, name in names_in(text)
-        if set(words(name)) & unwanted or (kind == "function" and is_participle(name))
+        for kind, name in names_in(path, text)
+        if set(words(name)) & retired_words
+        or (not name.startswith("test_") and names_nothing(words(name), vague_words))
     ]
 
 
-def is_participle(name: str) -> bool:
-    return len(words(name)) == 1 and name.endswith("ed") and words(name)[0] not in VERBS
+def names_nothing(parts: list[str], vague_words: set[str]) -> bool:
+    """Whether a name has a vague word. "One" may count (`one_rank`), but is no noun (`in_one`)."""
+    return bool(set(parts) & vague_words - {"one"}) or (parts[-1:] == ["one"])
 
 
-def test_clean_packages_use_the_fields_words() -> None:
-    assert len(vague()) == 9 and len(clean_files()) > 30
-    assert not {path.name: found for path in clean_files() if (found := faults(path.read_text()))}
+def test_no_name_uses_a_retired_word() -> None:
+    assert len(retired()) > 20 and len(vague()) == 9
+    paths = [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]
+    assert len(paths) > 400
+    found = {str(path.relative_to(ROOT)): faults(path, path.read_text()) for path in paths}
+    assert not {place: names for place, names in found.items() if names}
 
 
 def test_names_that_are_no_words_of_the_field_are_found() -> None:
-    text = "class A:\n    held: int\n    def traced(self, asked): self.whole_bytes = found = asked"
-    assert faults(text) == ["field held", "function traced", "argument asked", "field whole_bytes"]
-    assert not faults("def feed(self, plan): self.measured_spans = plan")
+    text = "class A:\n    held: int\n    def in_one(self, asked): self.told_bytes = found = asked"
+    names = ["field held", "function in_one", "argument asked", "field told_bytes"]
+    assert sorted(faults(Path("fit.py"), text)) == sorted(names)
+    assert faults(Path("cuts.py"), "TOLD, _MADE = 1, 2") == [
+        "module cuts", "constant TOLD", "constant _MADE"
+    ]  # fmt: skip
+    assert faults(Path("test_a.py"), "def test_what_is_kept_is_found(): ...") == [
+        "function test_what_is_kept_is_found"
+    ]
+    assert not faults(Path("test_a.py"), "def test_what_is_saved_is_found(one_rank): ...")
+
+
+# Verbs that end as participles do.
+VERBS = {"feed", "embed", "need", "seed", "speed"}
+
+
+def is_participle(name: str) -> bool:
+    return len(words(name)) == 1 and name.endswith("ed") and name not in VERBS
+
+
+def test_a_public_function_is_a_verb_or_what_it_returns() -> None:
+    assert is_participle("traced") and not is_participle("feed") and not is_participle("fed_rows")
+    for path in FILES:
+        functions = [
+            n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)
+        ]
+        assert not [name for name in functions if name[0] != "_" and is_participle(name)], path
 
 
 def test_words() -> None:

@@ -25,7 +25,7 @@ MAY_TALK = ("world", "ops.process_groups", "ops.devices", "ops.comm", "ops.links
             "cost.calibration", "runtime", "api", "tools", "cli")  # fmt: skip
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_point_in_one_direction() -> None:
     assert violations(sources(AUTOPAR)) == []
 
 

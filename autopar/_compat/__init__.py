@@ -268,7 +268,7 @@ def has_kernel(op: OpOverload, key: str) -> bool:
 
 
 @contextmanager
-def masks_as_given() -> Iterator[None]:
+def without_mask_detection() -> Iterator[None]:
     """Within it torch.nn's transformers take an attention mask as it is. They would look at the
     values of one that comes without a hint, and take the kernel for causal masks if it is that: the
     same numbers, but a branch that is right for this one mask alone.
@@ -288,7 +288,7 @@ def differentiating() -> bool:
     return any(level.key() in (kinds.Grad, kinds.Jvp) for level in stack)
 
 
-def unwrapped(x: torch.Tensor) -> torch.Tensor:
+def unwrap(x: torch.Tensor) -> torch.Tensor:
     """The tensor within what torch.func's transforms hand to a function; others as they are."""
     functions = torch._C._functorch
     while functions.is_functorch_wrapped_tensor(x):
@@ -373,7 +373,7 @@ def put_local(x: DTensor, part: torch.Tensor) -> None:
     x._local_tensor = part
 
 
-def fit_spec(placing: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+def fit_placing(placing: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """The same placing for a tensor of another dtype."""
     meta = placing.tensor_meta
     if meta is None or meta.dtype == dtype:
@@ -448,7 +448,7 @@ __all__ = [
     "explain_autograd_steps",
     "exporting",
     "fake_mode",
-    "fit_spec",
+    "fit_placing",
     "forget_default_groups",
     "forget_groups",
     "from_part",
@@ -459,7 +459,6 @@ __all__ = [
     "inductor_decompositions",
     "local_of",
     "locals_of",
-    "masks_as_given",
     "modes_on",
     "name_of_calls",
     "named_backend",
@@ -489,6 +488,7 @@ __all__ = [
     "unwrapped",
     "version_of",
     "versions_of",
+    "without_mask_detection",
     "without_modes",
     "without_torch_functions",
 ]

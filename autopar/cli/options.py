@@ -32,7 +32,7 @@ from autopar.planner.request import (
 )
 from autopar.tools.targets import NAMED
 from autopar.world import PRESETS, World
-from autopar.world.world import calibrated
+from autopar.world.world import read_calibration
 
 MODEL_HELP = (
     "file.py:function or package.module:function, a function that returns (model, inputs); a "
@@ -291,7 +291,7 @@ def _read_size(text: str, part: str, value: str) -> int:
 def read_world(text: str | None, ranks: int | None) -> World:
     """Return the world that --world and --ranks name together. Raises WorldError."""
     if text is None:
-        measured, warning = calibrated(ranks)
+        measured, warning = read_calibration(ranks)
         if warning:
             console(stderr=True).print(warning, soft_wrap=True)
         if measured is not None:

@@ -71,6 +71,7 @@ class PlanFacts(_Output):
     unsplit: list[str]
     microbatches: int
     sums_once: bool
+    gathers_once: bool
     interleaved: bool
     smaller: tuple[int, float] | None
     meshes: list[MeshSeconds]

@@ -25,7 +25,7 @@ from autopar.cost.throughput import throughput
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_amount, format_bytes, format_count, format_seconds
 from autopar.ir.plan_view import parts_text
-from autopar.ir.progress import PATIENCE_S, Work, show_bar, step, watched
+from autopar.ir.progress import PATIENCE_S, Work, show_bar, step, watch
 from autopar.planner.why import Why
 from autopar.tools.console import console, print_line
 from autopar.tools.targets import Target
@@ -84,7 +84,7 @@ def watch_progress(
     if not quiet:
         watcher.start()
     try:
-        with redirect_stdout(sys.stderr), watched(now):
+        with redirect_stdout(sys.stderr), watch(now):
             return work(step)
     finally:
         stop.set()
@@ -195,6 +195,7 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "rerun": list(plan.rerun),
         "microbatches": plan.microbatches,
         "sums_once": plan.sums_once,
+        "gathers_once": plan.gathers_once,
         "interleaved": plan.interleaved,
         "groups": list(plan.groups),
         "mesh": plan.mesh.sizes,

@@ -329,7 +329,8 @@ def sent_collectives(program: Program) -> Iterator[SentCollective]:
         for collective in _collectives_of_node(node, program):
             yield collective
             if again and not collective.backward:
-                yield collective._replace(backward=True, again=True)
+                whole = collective.element_bytes / program.counting.gathers
+                yield collective._replace(backward=True, again=True, element_bytes=whole)
 
 
 def _collectives_of_node(node: fx.Node, program: Program) -> Iterator[SentCollective]:

@@ -98,7 +98,7 @@ class Meshes:
 
 
 _MESHES: dict[tuple[tuple[Mesh, ...], tuple[float, ...], int], Meshes] = {}
-_KEPT, _FEW = 32, 16  # of these, each of so many meshes at most: the arrays of more are large
+_MOST_CACHED, _FEW = 32, 16  # each of so many meshes at most: the arrays of more are large
 
 
 def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...] = ()) -> Meshes:
@@ -111,6 +111,6 @@ def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...] 
     if known is None or known.world is not world:
         known = Meshes(meshes, world, shares)
     _MESHES[meshes, shares, id(world)] = known  # the last that was asked for goes last
-    while len(_MESHES) > _KEPT:
+    while len(_MESHES) > _MOST_CACHED:
         del _MESHES[next(iter(_MESHES))]
     return known

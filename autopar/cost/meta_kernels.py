@@ -24,8 +24,8 @@ from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar._compat import OpOverload, TorchDispatchMode, fake_mode, without_modes
-from autopar.ir.graph import called
-from autopar.ops.devices import renamed
+from autopar.ir.graph import called_graphs
+from autopar.ops.devices import rename_devices
 
 aten = torch.ops.aten
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default  # saves no attention scores
@@ -39,15 +39,15 @@ def run_on_meta(module: fx.GraphModule, on_gpu: bool = False) -> fx.GraphModule:
     graph, root = fx.Graph(), torch.nn.Module()
     output = graph.graph_copy(module.graph, {})
     for node in graph.nodes:
-        node.args = renamed(node.args, lambda _: META)
-        node.kwargs = renamed(node.kwargs, lambda _: META)
+        node.args = rename_devices(node.args, lambda _: META)
+        node.kwargs = rename_devices(node.kwargs, lambda _: META)
         if node.target is aten.scaled_dot_product_attention.default:
             node.target = attention
         elif node.target is aten.rms_norm.default and on_gpu:
             node.target = rms_norm
         elif node.op == "call_function" and _is_factory(node):
             node.kwargs = {**node.kwargs, "device": META}
-        for block in called(module, node):
+        for block in called_graphs(module, node):
             name = next(n.target for n in node.all_input_nodes if n.op == "get_attr")
             root.add_module(str(name), run_on_meta(block, on_gpu))
     graph.output(output)

@@ -3,7 +3,8 @@
 Example: of a part that takes 10 ms, 2 of them to sum gradients and 1 to step the optimizer, eight
 parts take 8 · 10 - 7 · 3 = 59 ms: sums and the optimizer come once. Sums of weights' gradients can
 be deferred (passes/overlap/accumulation.py), those that are scattered among them where there is
-room for the unsummed ones (`Plan.sums_once`).
+room for the unsummed ones (`Plan.sums_once`). Weights are gathered once where there is room for all
+of them between the parts (`Plan.gathers_once`, passes/overlap/weight_reuse.py).
 
 An emitted program of one part enters, with its annotations. summary.py, peak.py, formula.py and the
 simulator ask.
@@ -11,13 +12,16 @@ simulator ask.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch import fx
+
 from autopar.cost.communication import SentCollective, sent_collectives
 from autopar.cost.compute import optimizer_seconds
+from autopar.ir.graph import ancestors, copy_graph, values_of_alone
 from autopar.ir.layout import SUMS
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program, Value
@@ -60,29 +64,76 @@ def _gradient_of(collectives: list[SentCollective], counted: float) -> Unreduced
     return UnreducedGradient(float(own * width), float(stored * width), scattered)
 
 
-def deferred_values(program: Program) -> frozenset[Value]:
-    """Return the values whose gradients are summed once a step; none where a step is one part."""
-    plan = program.plan
-    assert plan is not None
-    if plan.microbatches == 1:
-        return frozenset()
-    found = unreduced_gradients(program)
-    return frozenset(v for v, deferred in found.items() if plan.sums_once or not deferred.scattered)
+class OncePerStep(NamedTuple):
+    """The collectives of an emitted program that do not run in every part: those that sum the
+    gradients of the values `sums`, and the forward ones of the nodes `gathers`.
+    """
 
+    sums: frozenset[Value] = frozenset()
+    gathers: frozenset[fx.Node] = frozenset()
 
-def is_once(collective: SentCollective, deferred: Collection[Value]) -> bool:
-    """Whether a collective runs once a step, as it sums a gradient that is deferred."""
-    return _is_sum(collective) and collective.node.meta.get("value") in deferred
+    @staticmethod
+    def of(program: Program) -> OncePerStep:
+        """Return those that a plan defers or keeps; none where a step is one part."""
+        plan = program.plan
+        assert plan is not None
+        if plan.microbatches == 1:
+            return OncePerStep()
+        found = unreduced_gradients(program).items()
+        sums = frozenset(v for v, deferred in found if plan.sums_once or not deferred.scattered)
+        if not plan.gathers_once:
+            return OncePerStep(sums)
+        behind = ancestors(gathered_weights(program))
+        return OncePerStep(sums, frozenset(node for node in behind if _gathers(node)))
+
+    def has(self, collective: SentCollective) -> bool:
+        """Whether a collective is one of these."""
+        if collective.backward:
+            return _is_sum(collective) and collective.node.meta.get("value") in self.sums
+        return not collective.inside and collective.node in self.gathers
 
 
 def times(program: Program) -> list[int]:
     """Return how often each of the program's collectives runs in a step, in their order."""
-    plan = program.plan
-    assert plan is not None
-    if plan.microbatches == 1:
-        return [1 for _ in sent_collectives(program)]
-    deferred = deferred_values(program)
-    return [1 if is_once(c, deferred) else plan.microbatches for c in sent_collectives(program)]
+    assert program.plan is not None
+    once, count = OncePerStep.of(program), program.plan.microbatches
+    return [1 if once.has(c) else count for c in sent_collectives(program)]
+
+
+def gathered_weights(program: Program) -> list[fx.Node]:
+    """Return the nodes of an emitted program that are its gathered weights: computed of parameters
+    alone, where ranks send something for them.
+    """
+    kinds = ("parameter", "coordinate")
+    names = {entry.node for entry in program.signature.inputs if entry.kind in kinds}
+    return values_of_alone(program.module.graph, names, _gathers)
+
+
+def gathered_bytes(program: Program) -> float:
+    """Return the bytes that a rank holds of gathered weights, where a plan gathers them once."""
+    assert program.plan is not None
+    if not program.plan.gathers_once:
+        return 0.0
+    found = (node.meta for node in gathered_weights(program) if "layout" in node.meta)
+    return float(sum(meta["layout"].local_size * meta["dtype"].itemsize for meta in found))
+
+
+def _gathers(node: fx.Node) -> bool:
+    """Whether a node of an emitted program is a reshard that sends something in the forward."""
+    return "step" in node.meta and node.meta["step"].traffic(False)[0] is not None
+
+
+def with_gathered_weights(program: Program) -> Program:
+    """Return an emitted program whose graph returns the gathered weights, too: so they are there
+    until the step is done.
+    """
+    names = [node.name for node in gathered_weights(program)]
+    graph = copy_graph(program.module.graph)
+    nodes = {node.name: node for node in graph.nodes}
+    (results,) = graph.output_node().args
+    assert isinstance(results, tuple | list)
+    graph.output_node().args = ((*results, *(nodes[name] for name in names)),)
+    return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
 
 
 def optimizer_step(program: Program, world: World) -> float:
@@ -120,25 +171,30 @@ def part_count(program: Program) -> int:
     return max(program.plan.microbatches, program.counting.parts)
 
 
-def memory_of_parts(program: Program, part: Memory, unreduced: float | None = None) -> Memory:
+def memory_of_parts(
+    program: Program, part: Memory, unreduced: float | None = None, weights: float = 0.0
+) -> Memory:
     """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
     of results that have rows those of all parts. `unreduced`: bytes of these gradients; None: those
-    of this program.
+    of this program. `weights`: bytes of gathered weights, which are there from part to part.
     """
     results = _results_between(program)
     part = replace(part, transient=part.transient + results, peak=part.peak + results)
     gradients = unreduced_bytes(program) if unreduced is None else unreduced
-    return with_gradients(program, part, gradients, gradients) if gradients else part
+    return with_gradients(program, part, gradients, gradients, weights) if gradients else part
 
 
-def with_gradients(program: Program, part: Memory, more: float, total: float) -> Memory:
+def with_gradients(
+    program: Program, part: Memory, more: float, total: float, weights: float = 0.0
+) -> Memory:
     """Return the memory of a part with so many bytes `more` of gradients besides, `total` in all. A
-    backward ends with as many of its own, which are then added to them, and with no activations.
+    backward ends with as many of its own, which are then added to them, and with no activations but
+    `weights` that are gathered once.
     """
     results = _results_between(program)
-    at_end = part.parameters + part.optimizer + results + 2 * total
+    at_end = part.parameters + part.optimizer + results + 2 * total + weights
     if at_end > part.peak + more:
-        part = replace(part, activations=0.0, transient=results, in_flight=0.0)
+        part = replace(part, activations=weights, transient=results, in_flight=0.0)
         return replace(part, gradients=2 * total, peak=at_end)
     return replace(part, gradients=part.gradients + more, peak=part.peak + more)
 

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from autopar._compat import TorchDispatchMode, pytree
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.meta_kernels import META, run_on_meta
-from autopar.cost.parts import memory_of_parts
+from autopar.cost.parts import memory_of_parts, with_gathered_weights
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Input, Program
@@ -135,22 +135,35 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
 
     Example: peak(plan.context.program, "sgd").peak
     """
-    return peak_and_saved(program, optimizer, world)[0]
+    return peak_and_saved(program, optimizer, world).memory
+
+
+class MemoryOfStep(NamedTuple):
+    """The memory of a step, and the bytes that a rank holds between the forward and the backward of
+    a micro-batch besides parameters, gradients and the optimizer's states: `saved` by each
+    micro-batch, and `weights` by all of a step together, the weights that are gathered once.
+    """
+
+    memory: Memory
+    saved: float
+    weights: float
 
 
 def peak_and_saved(
     program: Program, optimizer: Optimizer = "adamw", world: World | None = None
-) -> tuple[Memory, float]:
-    """Return what `peak` returns, and the bytes that a rank holds between the forward and the
-    backward besides parameters, gradients and the optimizer's states.
-    """
+) -> MemoryOfStep:
+    """Return what `peak` returns, and what is held between forward and backward."""
     assert program.plan is not None
     backend, on_gpu = "", False
     if world is not None:
         backend, on_gpu = world.backend, world.device.name != "cpu"
+    keeps = program.plan.gathers_once and program.plan.microbatches > 1
+    step_program = with_gathered_weights(program) if keeps else program
     with _use_simulator(_Shapes(backend)):
-        step = _Step(program, optimizer, on_gpu)
-        return memory_of_parts(program, step.run()), step.saved
+        step = _Step(step_program, optimizer, on_gpu)
+        memory = step.run()
+    memory = memory_of_parts(program, memory, weights=step.weights)
+    return MemoryOfStep(memory, step.saved - step.weights, step.weights)
 
 
 def run_step(
@@ -209,6 +222,7 @@ class _Step:
         self.recorder = LifetimeRecorder() if recorder is None else recorder
         self.moments: list[Moment] = []
         self.saved = 0.0  # bytes that are held between forward and backward
+        self.weights = 0.0  # and of these, those of results that the step's program does not have
 
     def run(self, most: int = 0) -> Memory:
         """Return the memory at the peak of the step; leave about `most` of its `moments`."""
@@ -225,6 +239,10 @@ class _Step:
                 [self._graph_argument(e, tensors) for e in entries],
             )
             forward_end = self.recorder.moment
+            own = sum(output.node is not None for output in self.program.signature.outputs)
+            more = outputs[own:]
+            own_lives = {id(life): life for life in map(self.recorder.note, more)}
+            self.weights = float(sum(life.size for life in own_lives.values()))
             self.recorder.run_backward(outputs)
         gradients = [self.recorder.note(t.grad) for t in tensors.values() if t.grad is not None]
         self._kinds = {id(x): "parameters" for x in parameters}

@@ -18,13 +18,15 @@ from autopar.ir.pipeline_schedule import Action, Pipeline
 
 class StageSeconds(NamedTuple):
     """Seconds of one stage: of one micro-batch forward and backward, of what comes once at the end
-    of a step (sums of gradients, the optimizer), and of sending a border tensor to the next stage.
+    of a step (sums of gradients, the optimizer), of sending a border tensor to the next stage, and
+    of what comes once in the first forward (weights that are gathered once a step).
     """
 
     forward: float
     backward: float
     end: float = 0.0
     send: float = 0.0
+    start: float = 0.0
 
 
 class PipelineSpan(NamedTuple):
@@ -72,6 +74,7 @@ def simulate_pipeline(
     ends: dict[Action, float] = {}
     clocks, places = [0.0] * pipeline.ranks, [0] * pipeline.ranks
     spans: list[PipelineSpan] = []
+    begun = set[int]()  # stages
     going = True
     while going:
         going = False
@@ -86,6 +89,9 @@ def simulate_pipeline(
                 if needs is not None:
                     start = max(start, ends[needs] + stages[min(needs.stage, action.stage)].send)
                 took = seconds.forward if action.kind == "F" else seconds.backward
+                if action.kind == "F" and action.stage not in begun:
+                    took += seconds.start
+                    begun.add(action.stage)
                 clocks[rank] = ends[action] = start + took
                 spans.append(PipelineSpan(rank, action, start, start + took))
                 places[rank] += 1

@@ -197,7 +197,7 @@ def _gathered_outputs(program: Program) -> Iterator[tuple[str, fx.Node]]:
     assert program.plan is not None
     nodes = {node.name: node for node, _ in every_node(program.module)}
     outputs = [output for output in program.signature.outputs if output.kind == "user"]
-    tree = pytree.tree_unflatten(outputs, program.signature.out_spec)
+    tree = pytree.tree_unflatten(outputs, program.signature.out_tree)
     for path, output in pytree.tree_flatten_with_path(tree)[0]:
         if program.plan.replicated_outputs and output.node is not None:
             node = nodes[output.node]

@@ -7,7 +7,7 @@ takes as long for 80 blocks as for 8.
 seconds and bytes; figures of the shorter program, and of one with a block more per run, go on in
 straight lines. They are estimates, to compare plans by: what is emitted in the end is computed in
 full. The planner searches the shorter program (planner/solve.py), and gives the blocks left out the
-layouts of the one that stands for them: `DeepModel.whole`. It reads sums, steps and peaks off
+layouts of the one that stands for them: `DeepModel.full_plan`. It reads sums, steps and peaks off
 shorter programs (objective.py, simulate.py, rematerialize.py).
 """
 
@@ -110,7 +110,7 @@ class DeepModel:
         """The shorter program with a few units more of every run."""
         return self._left(set(range(len(self.runs))))
 
-    def whole(self, plan: Plan) -> Plan:
+    def full_plan(self, plan: Plan) -> Plan:
         """Return a plan for the full program from one for `longer`: blocks that are left out get
         the layouts of the ones that stand for them.
         """

@@ -4,8 +4,8 @@ graphs.
 Example: for a matmul in the third layer, `module_path(node)` is "blocks.2.mlp.up" and
 `block_of(node)` is "blocks.2"; `where(node)` is how an error message names it.
 
-The first part reads graphs, the second writes them: `made` and `computed` add calls whose
-`meta["val"]` is set, `reorder` and `ordered` move nodes. show.py prints graphs.
+The first part reads graphs, the second writes them: `add_node` and `add_call` add calls whose
+`meta["val"]` is set, `reorder` and `sort` move nodes. show.py prints graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -50,11 +50,11 @@ def carries_gradient(notes: Annotations, node: fx.Node) -> bool:
     return notes.carrying[node.name]
 
 
-_KEPT = 8  # results of one kind: the first that was worked out goes first
+_MOST_CACHED = 8  # results of one kind: the first that was worked out goes first
 T = TypeVar("T")
 
 
-def remembered(
+def remember(
     graph: fx.Graph,
     kind: str,
     reads: Sequence[object],
@@ -66,18 +66,18 @@ def remembered(
     graph; a copy of it begins with none.
 
     >>> graph, sizes = fx.Graph(), [2, 3]
-    >>> remembered(graph, "sum", (sizes,), lambda: sum(sizes))
+    >>> remember(graph, "sum", (sizes,), lambda: sum(sizes))
     5
-    >>> remembered(graph, "sum", (sizes,), lambda: 1 / 0)
+    >>> remember(graph, "sum", (sizes,), lambda: 1 / 0)
     5
     """
-    kept = graph.__dict__.setdefault("_remembered_by_autopar", {}).setdefault(kind, {})
+    cached = graph.__dict__.setdefault("_remembered_by_autopar", {}).setdefault(kind, {})
     key = value, *map(id, reads)
-    if key not in kept:
-        kept[key] = tuple(reads), make()  # holding them keeps their ids from being reused
-        while len(kept) > _KEPT:
-            del kept[next(iter(kept))]
-    result: T = kept[key][1]
+    if key not in cached:
+        cached[key] = tuple(reads), make()  # holding them keeps their ids from being reused
+        while len(cached) > _MOST_CACHED:
+            del cached[next(iter(cached))]
+    result: T = cached[key][1]
     return result
 
 
@@ -185,11 +185,11 @@ def every_node(module: fx.GraphModule) -> Iterator[tuple[fx.Node, bool]]:
     """
     for node in module.graph.nodes:
         yield node, bool(node.meta.get("again"))
-        for block in called(module, node):
+        for block in called_graphs(module, node):
             yield from ((inner, inner.meta.get("again", True)) for inner, _ in every_node(block))
 
 
-def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
+def called_graphs(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """Return the subgraphs of the module that a node calls."""
     if node.op != "call_function":
         return []
@@ -198,18 +198,18 @@ def called(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     return [block for block in attributes if isinstance(block, fx.GraphModule)]
 
 
-def inlined(module: fx.GraphModule) -> fx.GraphModule:
+def inline(module: fx.GraphModule) -> fx.GraphModule:
     """Return the module with the graphs that it calls inlined. Inlined nodes have
     `meta["block"]`, the name of the call.
     """
-    if not any(called(module, node) for node in module.graph.nodes):
+    if not any(called_graphs(module, node) for node in module.graph.nodes):
         return module
     graph = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
             continue
-        for block in called(module, node):
+        for block in called_graphs(module, node):
             arguments = iter(node.args[2:])
             inner: dict[fx.Node, fx.Node] = {}
             for inner_node in block.graph.nodes:
@@ -230,7 +230,7 @@ def inlined(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def stored(program: Program) -> set[fx.Node]:
+def stored_nodes(program: Program) -> set[fx.Node]:
     """Return the stored inputs, and the calls that depend on these alone or on nothing, as the
     arange of positions does.
     """
@@ -243,6 +243,29 @@ def stored(program: Program) -> set[fx.Node]:
         if node.name in names or constant_call:
             constant_nodes.add(node)
     return constant_nodes
+
+
+def values_of_alone(
+    graph: fx.Graph, names: Collection[str], sends: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """Return the values that are computed of the placeholders `names` alone and for which ranks
+    send something, of those that other calls or the results take: gathered weights, of parameters.
+    `sends`: whether a call sends something.
+    """
+    alone, sent = set[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if node.op == "placeholder" and node.name in names:
+            alone.add(node)
+        elif node.op == "call_function" and alone.issuperset(inputs) and not _is_random(node):
+            alone.add(node)
+            if sends(node) or not sent.isdisjoint(inputs):
+                sent.add(node)
+    return [n for n in graph.nodes if n in sent and not alone.issuperset(n.users)]
+
+
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def where(node: fx.Node) -> str:
@@ -272,7 +295,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 # -- writing ---------------------------------------------------------------------------------------
-def copied(graph: fx.Graph) -> fx.Graph:
+def copy_graph(graph: fx.Graph) -> fx.Graph:
     """Return a copy of a graph, whose nodes have the same names and values."""
     copy = fx.Graph()
     result = copy.graph_copy(graph, {})
@@ -280,7 +303,7 @@ def copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def made(
+def add_node(
     graph: fx.Graph,
     target: Callable[..., Any] | str,
     arguments: tuple[Any, ...],
@@ -294,7 +317,7 @@ def made(
     return node
 
 
-def computed(
+def add_call(
     graph: fx.Graph,
     target: Callable[..., Any],
     arguments: tuple[Any, ...],
@@ -302,7 +325,7 @@ def computed(
 ) -> fx.Node:
     """Add a call and return it; its value is computed from the (fake) values of its operands."""
     values = fx.node.map_arg(arguments, lambda node: node.meta["val"])
-    return made(graph, target, arguments, target(*values, **(more or {})), more)
+    return add_node(graph, target, arguments, target(*values, **(more or {})), more)
 
 
 def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
@@ -313,7 +336,7 @@ def reorder(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
         cursor = node
 
 
-def ordered(graph: fx.Graph) -> bool:
+def sort(graph: fx.Graph) -> bool:
     """Sort a graph topologically, keeping its order where inputs allow that. Return False, and
     leave the graph as it was, where there is a cycle.
     """

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import blocks, inlined, module_path
+from autopar.ir.graph import blocks, inline, module_path
 from autopar.ir.layout import Layout
 from autopar.ir.show import communicates, entries, function_name, is_named, part_text, subgraph_of
 
@@ -68,8 +68,9 @@ box.addEventListener("input", () => rows.forEach(
 class GraphNode:
     """A node: `kind` is "input", "call" or "output"; `operands` are names of nodes. `shape`: of a
     rank's part, where the graph has layouts; None for what is no single tensor. `layout`: its state
-    on every axis, and `whole`: the shape of all parts together; None before the rewrite. `reshard`:
-    the node communicates or changes a layout. `again`: it runs in the backward a second time.
+    on every axis, and `full_shape`: that of the unsharded tensor; None before the rewrite.
+    `reshard`: the node communicates or changes a layout. `again`: it runs in the backward a second
+    time.
     """
 
     name: str
@@ -79,7 +80,7 @@ class GraphNode:
     shape: tuple[int, ...] | None
     dtype: str | None
     layout: str | None
-    whole: tuple[int, ...] | None
+    full_shape: tuple[int, ...] | None
     subgraph: str
     module: str
     reshard: bool
@@ -88,7 +89,7 @@ class GraphNode:
 
 def first_block(module: fx.GraphModule) -> str:
     """Return the name of the first repeated block, such as "blocks.0"; ALL where there is none."""
-    return next(iter(blocks(inlined(module).graph.nodes)), ALL)
+    return next(iter(blocks(inline(module).graph.nodes)), ALL)
 
 
 def part_of(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
@@ -100,7 +101,7 @@ def part_of(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
     >>> [node.name for node in part_of(fx.symbolic_trace(net), "_1").graph.nodes]
     ['_0', '_1', 'output']
     """
-    module = inlined(module)
+    module = inline(module)
     if pattern == ALL:
         return module
     nodes = [n for n in module.graph.nodes if _fits(n, pattern)]
@@ -142,7 +143,7 @@ def _facts(node: fx.Node) -> GraphNode:
     kind = {"placeholder": "input", "output": "output"}.get(node.op, "call")
     value, layout = node.meta.get("val"), node.meta.get("layout")
     shape = tuple(map(int, value.shape)) if isinstance(value, torch.Tensor) else None
-    whole = tuple(layout.shape) if isinstance(layout, Layout) else None
+    full_shape = tuple(layout.shape) if isinstance(layout, Layout) else None
     dtype = value.dtype if isinstance(value, torch.Tensor) else node.meta.get("dtype")
     if isinstance(layout, Layout):
         shape = tuple(layout.local_shape)
@@ -150,16 +151,16 @@ def _facts(node: fx.Node) -> GraphNode:
     return GraphNode(
         node.name, kind, name, tuple(n.name for n in node.all_input_nodes), shape,
         None if dtype is None else str(dtype).removeprefix("torch."),
-        None if layout is None else str(layout), whole,
+        None if layout is None else str(layout), full_shape,
         subgraph_of(node) if kind == "call" else "", module_path(node), communicates(node),
         bool(node.meta.get("again")),
     )  # fmt: skip
 
 
-def coloured(layout: str) -> str:
+def colour_layout(layout: str) -> str:
     """Return a layout as HTML, each state in its colour of STATE_STYLE.
 
-    >>> print(coloured("x:S(0) y:P"))
+    >>> print(colour_layout("x:S(0) y:P"))
     <i class="state S">x:S(0)</i> <i class="state P">y:P</i>
     """
     return _STATE.sub(lambda m: f'<i class="state {m[2][0]}">{m[0]}</i>', html.escape(layout))
@@ -187,7 +188,7 @@ def notebook(module: fx.GraphModule) -> str:
     """Return a graph as a notebook shows it: the rows of `page`, folded and with the headlines of
     `listing(module, fold=True)`, as HTML without script and links; MOST_ROWS of them at most.
     """
-    module = inlined(module)
+    module = inline(module)
     rows, nodes = [], nodes_of(module)
     facts = {node.name: node for node in nodes}
     for text, node in entries(module, fold=True):
@@ -238,9 +239,9 @@ def _row(node: GraphNode, names: Collection[str] | None = None) -> str:
     )  # fmt: skip
     function = f"{'>> ' if node.reshard else ''}{node.function}"
     again = " (again in the backward)" if node.again else ""
-    shape = "" if node.shape is None else part_text(node.shape, node.whole)
+    shape = "" if node.shape is None else part_text(node.shape, node.full_shape)
     cells = [html.escape(node.name), html.escape(function + again), links, shape,
-             node.dtype or "", coloured(node.layout or "")]  # fmt: skip
+             node.dtype or "", colour_layout(node.layout or "")]  # fmt: skip
     cells += [] if names is None else [html.escape(node.subgraph)]
     row = "".join(f"<td>{cell}</td>" for cell in cells)
     name = "" if names is None else f' id="{html.escape(node.name)}"'

@@ -184,11 +184,11 @@ class Layout:
         )
 
     # -- numbers -----------------------------------------------------------------------------------
-    def cut(self, whole: torch.Tensor, coordinate: dict[str, int]) -> torch.Tensor:
-        """Return the local part of the global tensor `whole` at `coordinate` (axis -> index). On a
-        P axis index 0 holds all of it, the others zeros.
+    def cut(self, unsharded: torch.Tensor, coordinate: dict[str, int]) -> torch.Tensor:
+        """Return the local part of the tensor `unsharded` at `coordinate` (axis -> index). On a P
+        axis index 0 holds all of it, the others zeros.
         """
-        part = whole
+        part = unsharded
         for dim in range(len(self.shape)):
             for axis, stride, size in reversed(self.digits(dim)):
                 inner = stride // math.prod(d.size for d in self.digits(dim) if d.stride < stride)
@@ -242,17 +242,21 @@ class Element(NamedTuple):
     """The sizes that a value's collectives are counted with: `bytes` of an element, and bytes of an
     element of its `gradient` where ranks sum it (0: the value carries none). `share`: the part of
     its collectives' seconds that a search counts. `again`: the value is resharded a second time in
-    the backward, so what moves in the forward counts twice.
+    the backward, so what moves in the forward counts twice. `gathers`: the part of the bytes that
+    move in the forward that a search counts.
     """
 
     bytes: int
     gradient: float
     share: float = 1.0
     again: bool = False
+    gathers: float = 1.0
 
     def of(self, collective: str, backward: bool) -> float:
         """Return the bytes of an element in a collective of a reshard step or of its adjoint."""
-        return self.gradient if backward and collective in SUMS else self.bytes
+        if backward:
+            return self.gradient if collective in SUMS else self.bytes
+        return self.bytes * (1.0 if self.again else self.gathers)
 
 
 SUMS = ("all_reduce", "reduce_scatter", "reduce")

@@ -119,34 +119,34 @@ class _Rules:
 
     def next_steps(self, before: Numbers, after: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Return of each pair the kind of its next step, its axes as bits, and the layout after."""
-        changes = self.change[before, after]
-        runs, starts = self._runs(before, after, changes)
-        rank = np.where(starts & self._legal(before, after, changes, runs), changes, _NONE)
+        steps = self.change[before, after]
+        runs, starts = self._runs(before, after, steps)
+        rank = np.where(starts & self._legal(before, after, steps, runs), steps, _NONE)
         place = rank.argmin(axis=1)  # the first of equal ones
         every = np.arange(len(before))
         kinds, axes, reached = rank[every, place], runs[every, place], after.copy()
         stuck = np.flatnonzero(kinds == _NONE)
         if len(stuck):
             kinds[stuck] = _GATHER
-            axes[stuck] = self._in_the_way(before[stuck], after[stuck])
+            axes[stuck] = self._blocking_axes(before[stuck], after[stuck])
             reached[stuck] = 0
         for axis in self.axes:
             stays = axes >> axis & 1 == 0
             reached[stays, axis] = before[stays, axis]
         return kinds, axes, reached
 
-    def _runs(self, before: Numbers, after: Numbers, changes: Numbers) -> tuple[Numbers, Flags]:
+    def _runs(self, before: Numbers, after: Numbers, steps: Numbers) -> tuple[Numbers, Flags]:
         """Return for each axis the axes, as bits, that would change together from it on, and
         whether it is the first of them.
         """
-        joint = _JOINT[changes]
+        joint = _JOINT[steps]
 
         def together(p: int, q: int) -> Flags:
             adjoin = self.adjoin[p, q]
             digits = adjoin[before[:, p], before[:, q]] & adjoin[after[:, p], after[:, q]]
-            return np.asarray((changes[:, p] == changes[:, q]) & (joint[:, p] | digits))
+            return np.asarray((steps[:, p] == steps[:, q]) & (joint[:, p] | digits))
 
-        return self._chains(together, changes != _NONE)
+        return self._chains(together, steps != _NONE)
 
     def _chains(self, together: object, taken: Flags) -> tuple[Numbers, Flags]:
         """Return the runs of axes, as bits, and their first axes, where `together(p, q)` says
@@ -161,13 +161,13 @@ class _Rules:
             starts[:, q] &= ~follows
         return runs, starts
 
-    def _legal(self, before: Numbers, after: Numbers, changes: Numbers, runs: Numbers) -> Flags:
+    def _legal(self, before: Numbers, after: Numbers, steps: Numbers, runs: Numbers) -> Flags:
         """Return for each axis whether its run may take the states of `after`: only a new digit can
         be one that does not fit its dim or overlaps another.
         """
-        legal = np.ones(changes.shape, dtype=bool)
+        legal = np.ones(steps.shape, dtype=bool)
         for start in self.axes:
-            rows = np.flatnonzero(_TO_SHARD[changes[:, start]])
+            rows = np.flatnonzero(_TO_SHARD[steps[:, start]])
             run, old, new = runs[rows, start], before[rows], after[rows]
             changed = (run[:, None] >> np.arange(len(self.axes)) & 1).astype(bool)
             mixed = np.where(changed, new, old)
@@ -181,7 +181,7 @@ class _Rules:
             legal[rows, start] = fine
         return legal
 
-    def _in_the_way(self, before: Numbers, after: Numbers) -> Numbers:
+    def _blocking_axes(self, before: Numbers, after: Numbers) -> Numbers:
         """Return the axes, as bits, whose shards are gathered to make room: the first that cannot
         change directly, with those that are jointly one digit with it and change to the same kind
         of state.

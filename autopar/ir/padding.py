@@ -60,14 +60,14 @@ def unpadded_shape(shape: Sequence[int], pads: Pads) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def resized(layout: Layout, before: Pads, after: Pads) -> Layout:
+def resize(layout: Layout, before: Pads, after: Pads) -> Layout:
     """Return the layout of a tensor whose dims are padded to other sizes: every axis holds the same
     digit of the same factor. Raises LayoutError where the new sizes do not divide.
 
     >>> from autopar.ir.layout import S
     >>> from autopar.ir.mesh import Mesh
     >>> rows = Layout(Mesh.parse("x2"), (12, 4), (S(0, 6),))
-    >>> resized(rows, [Pad(0, 1, 10, 12, 1)], [Pad(0, 1, 10, 10, 1)]).local_shape
+    >>> resize(rows, [Pad(0, 1, 10, 12, 1)], [Pad(0, 1, 10, 10, 1)]).local_shape
     (5, 4)
     """
     states, shape = list(layout.states), list(layout.shape)
@@ -129,9 +129,9 @@ def part_box(
     layout: Layout, pads: Pads, coordinate: Mapping[str, int]
 ) -> tuple[tuple[int, int], ...]:
     """Return (start, length) in the unpadded tensor of a rank's part, for each dim."""
-    whole = unpadded_shape(layout.shape, pads)
+    unpadded = unpadded_shape(layout.shape, pads)
     box = []
-    for dim, (size, length) in enumerate(zip(whole, layout.local_shape, strict=True)):
+    for dim, (size, length) in enumerate(zip(unpadded, layout.local_shape, strict=True)):
         start = sum(coordinate[digit.axis] * digit.stride for digit in layout.digits(dim))
         start = min(start, size)
         box.append((start, min(length, size - start)))
@@ -139,19 +139,19 @@ def part_box(
 
 
 def cut_unpadded(
-    layout: Layout, whole: Tensor, pads: Pads, coordinate: Mapping[str, int]
+    layout: Layout, unpadded: Tensor, pads: Pads, coordinate: Mapping[str, int]
 ) -> Tensor:
-    """Return the part of the unpadded tensor `whole` that a rank holds."""
+    """Return the part of the tensor `unpadded` that a rank holds."""
     if not pads:
-        return layout.cut(whole, dict(coordinate))
+        return layout.cut(unpadded, dict(coordinate))
     for dim, (start, length) in enumerate(part_box(layout, pads, coordinate)):
-        whole = whole.narrow(dim, start, length)
-    return whole.clone(memory_format=torch.contiguous_format)
+        unpadded = unpadded.narrow(dim, start, length)
+    return unpadded.clone(memory_format=torch.contiguous_format)
 
 
 def join_unpadded(layout: Layout, parts: list[Tensor], pads: Pads) -> Tensor:
     """Return the unpadded tensor, of the parts of all ranks in their order."""
     if not pads:
         return layout.join(parts)
-    whole = layout.join([filled_up(part, layout.local_shape) for part in parts])
-    return without_padding(whole, pads)
+    unpadded = layout.join([filled_up(part, layout.local_shape) for part in parts])
+    return without_padding(unpadded, pads)

@@ -93,13 +93,13 @@ def actions(schedule: str, pipeline: Pipeline, parts: int) -> tuple[tuple[Action
             _one_forward_one_backward(pipeline.ranks, r, parts) for r in range(pipeline.ranks)
         )
     try:
-        found = pipeline_actions(name, pipeline.ranks, pipeline.rounds, parts)
+        actions = pipeline_actions(name, pipeline.ranks, pipeline.rounds, parts)
     except (ValueError, AssertionError) as error:
         raise PlanError(
             f"stages: torch's schedule {name} is not for {pipeline.ranks} ranks of "
             f"{pipeline.rounds} stages and {parts} micro-batches: {error}"
         ) from error
-    own = tuple(tuple(Action(*each) for each in rank) for rank in found)
+    own = tuple(tuple(Action(*each) for each in rank) for rank in actions)
     _check(own, pipeline, parts)
     return own
 
@@ -126,9 +126,9 @@ def _one_forward_one_backward(ranks: int, rank: int, parts: int) -> tuple[Action
     return tuple(order)
 
 
-def _check(found: tuple[tuple[Action, ...], ...], pipeline: Pipeline, parts: int) -> None:
+def _check(actions: tuple[tuple[Action, ...], ...], pipeline: Pipeline, parts: int) -> None:
     """Assert that every stage has every micro-batch's forward and backward once, on its rank."""
-    for rank, own in enumerate(found):
+    for rank, own in enumerate(actions):
         wanted = {
             Action(kind, stage, part)
             for kind in ("F", "B")

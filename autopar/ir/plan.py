@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit", "replicated_outputs", "microbatches", "sums_once",
-    "interleaved", "strided_from", "schedule", "rounds",
+    "gathers_once", "interleaved", "strided_from", "schedule", "rounds",
 )  # fmt: skip
 _NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit",
                "stage_starts")  # fmt: skip
@@ -80,6 +80,7 @@ class Decision:
     replicated_outputs: bool = False  # every rank returns all of every output, not its own part
     microbatches: int = 1  # parts of a step, one after the other; the graph is that of one
     sums_once: bool = True  # ranks sum every gradient once a step, not once a part
+    gathers_once: bool = False  # ranks gather every weight once a step, not once a part
     interleaved: bool = False  # two parts run in turns, so that one computes as the other sends
     # the block that each stage of a pipeline but the first begins with; none without stages
     stage_starts: tuple[str, ...] = ()

@@ -178,6 +178,7 @@ class PlanFile:
     replicated_outputs: bool = False
     microbatches: Annotated[int, Field(ge=1, le=2**20)] = 1
     sums_once: bool = True
+    gathers_once: bool = False
     interleaved: bool = False
     stage_starts: tuple[str, ...] = ()
     schedule: Literal["", "gpipe", "1f1b", "interleaved", "looped-bfs"] = ""
@@ -196,7 +197,7 @@ def load(path: str | os.PathLike[str]) -> Reader:
     field that is wrong; WorldError where all faults are in its world.
     """
     text = json_file.read(path, PLAN)
-    return Reader(json_file.checked(_plan_adapter(), text, str(path), PLAN), str(path))
+    return Reader(json_file.read_json(_plan_adapter(), text, str(path), PLAN), str(path))
 
 
 def inside(data: Any, where: str) -> Reader:

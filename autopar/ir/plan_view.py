@@ -172,7 +172,8 @@ def parts_text(plan: Plan) -> str:
     """Return in how many micro-batches a step runs, and when ranks sum gradients, in words."""
     when = "once a step" if plan.sums_once else "once a step, but for scattered ones in each"
     turns = ", two in turns" if plan.interleaved else ""
-    return f"{plan.microbatches} micro-batches{turns}; gradients are summed {when}"
+    gathers = ", weights gathered once a step" if plan.gathers_once else ""
+    return f"{plan.microbatches} micro-batches{turns}; gradients are summed {when}{gathers}"
 
 
 def _limit(plan: Plan) -> str:

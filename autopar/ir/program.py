@@ -100,8 +100,8 @@ class Signature:
 
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
-    in_spec: pytree.TreeSpec  # of (args, kwargs)
-    out_spec: pytree.TreeSpec
+    in_tree: pytree.TreeSpec  # of (args, kwargs)
+    out_tree: pytree.TreeSpec
     fixed: tuple[
         tuple[int, Any], ...
     ] = ()  # (position, value) of the inputs that are no tensors: part of the trace
@@ -170,13 +170,14 @@ class Counting:
     """How much of a step a search counts; a program is counted in full until a search says else.
 
     `share`: of the seconds of weights' collectives, as these can hide under computation. `sums`: of
-    the bytes of weights' gradients, as micro-batches sum them once; `parts`: how many of these a
-    step has. `again`: weights that are assumed to be gathered again in the backward, in the search
-    for a plan that saves little.
+    the bytes of weights' gradients, `gathers`: of the bytes of gathered weights, as micro-batches
+    sum and gather them once; `parts`: how many of these a step has. `again`: weights that are
+    assumed to be gathered again in the backward, in the search for a plan that saves little.
     """
 
     share: float = 1.0
     sums: float = 1.0
+    gathers: float = 1.0
     parts: int = 1
     again: frozenset[Value] = frozenset()
 
@@ -230,7 +231,8 @@ class Program:
             return Element(own_bytes, own_bytes, again=again)
         wide = 0 if notes.reduce_dtype is None else notes.reduce_dtype.itemsize
         summed_bytes = max(own_bytes, wide) * self.counting.sums
-        return Element(own_bytes, summed_bytes, self.counting.share, again)
+        counting = self.counting
+        return Element(own_bytes, summed_bytes, counting.share, again, counting.gathers)
 
     def pads(self, placeholder: str) -> tuple[Pad, ...]:
         """Return the padding of an input of the graph, which the model and the user have without

@@ -5,7 +5,7 @@
         tell("meshes bounded", 12, 26)           # … 12 of 26 meshes bounded  0:00:04
 
 What works calls `step` and `tell`, which cost nothing where nobody watches. api.py runs under
-`shown`, on rank 0 alone and only where stderr is a terminal; the command line under `watched`.
+`shown`, on rank 0 alone and only where stderr is a terminal; the command line under `watch`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def tell(what: str, done: int, of: int) -> None:
 
 
 @contextmanager
-def watched(work: Work) -> Iterator[None]:
+def watch(work: Work) -> Iterator[None]:
     """Let `step` and `tell` change `work`."""
     token = _WATCHED.set(work)
     try:
@@ -88,7 +88,7 @@ def shown(doing: str) -> Iterator[None]:
     watcher = threading.Thread(target=show_bar, args=(work, stop, out), daemon=True)
     watcher.start()
     try:
-        with watched(work):
+        with watch(work):
             yield
     finally:
         stop.set()

@@ -38,7 +38,7 @@ def reshard_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 def _next_step(current: Layout, target: Layout) -> Step:
     """Return the first step: the first legal change in ORDER, else a gather that makes room."""
-    for kind, places in _state_changes(current.states, target.states):
+    for kind, places in _steps_by_kind(current.states, target.states):
         if kind in _JOINT:
             return _step(kind, places, current, target.states)
         for run in [places] if len(places) == 1 else _joint_runs(current, target, places):
@@ -47,7 +47,7 @@ def _next_step(current: Layout, target: Layout) -> Step:
     return _make_room(current, target)
 
 
-def _state_changes(before: States, after: States) -> list[tuple[str, Places]]:
+def _steps_by_kind(before: States, after: States) -> list[tuple[str, Places]]:
     """Return the changes and the axes that take each, sorted by ORDER."""
     places_by_order: dict[int, Places] = {}
     for place, (old, new) in enumerate(zip(before, after, strict=True)):

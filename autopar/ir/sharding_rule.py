@@ -7,13 +7,13 @@ parentheses. If a mesh axis splits factor f, operands with f are sharded on it, 
 replicated; results with f are sharded, results without it partial. Keywords say what else an op
 allows:
 
-    sum      factors that results lack because they are summed: results are partial where split
-    whole    factors that no axis may split
-    shared   factors that a sharded implementation may split: results that lack them are invariant
-    added    operands that are added once: partial where the result is partial
-    linear   groups of operands ("0", "0 1") through which partial values pass together
-    index    operand -> factor that this operand indexes: without gradient, never partial
-    product  "m | n | k": the roles of the factors of a matmul
+    sum        factors that results lack because they are summed: results are partial where split
+    whole      factors that no axis may split
+    shared     factors that a sharded implementation may split: results that lack them are invariant
+    added      operands that are added once: partial where the result is partial
+    linear     groups of operands ("0", "0 1") through which partial values pass together
+    index      operand -> factor that this operand indexes: without gradient, never partial
+    product    "m | n | k": the roles of the factors of a matmul
 
 An op whose backward is not linear in its incoming gradient (a custom one that clips) is
 `nonlinear`: no rank may run it on a partial gradient, so where it is not split it is I. ops/rules
@@ -318,12 +318,12 @@ def view_factors(
     outside up to 2), what remains of it is one unsplittable factor a side.
     """
     walk = _ViewWalk()
-    whole: set[str] = set()
+    unsharded: set[str] = set()
     i = j = 0
     while i < len(source) or j < len(target):
         a, b, i, j = _stretch(source, target, i, j)
-        _stretch_factors(walk, whole, a, b)
-    return walk.sizes, tuple(walk.left), tuple(walk.right), frozenset(whole)
+        _stretch_factors(walk, unsharded, a, b)
+    return walk.sizes, tuple(walk.left), tuple(walk.right), frozenset(unsharded)
 
 
 def _stretch(
@@ -343,7 +343,7 @@ def _stretch(
     return a, b, i, j
 
 
-def _stretch_factors(walk: _ViewWalk, whole: set[str], a: list[int], b: list[int]) -> None:
+def _stretch_factors(walk: _ViewWalk, unsharded: set[str], a: list[int], b: list[int]) -> None:
     """Split both sides at the suffix products of either that form one divisor chain, and append the
     factors of their dims to `walk`.
     """
@@ -362,7 +362,7 @@ def _stretch_factors(walk: _ViewWalk, whole: set[str], a: list[int], b: list[int
             if math.prod(walk.sizes[n] for n in factors) != size:
                 extra = f"f{len(walk.sizes)}"
                 walk.sizes[extra] = size
-                whole.update((extra, *(n for n, u, s in pieces if u < flat and u * s > unit)))
+                unsharded.update((extra, *(n for n, u, s in pieces if u < flat and u * s > unit)))
                 factors = (extra,)
             out.append(factors)
             flat = unit

@@ -17,7 +17,14 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.errors import PlanError
-from autopar.ir.graph import alike, block_name, called, chain_name, module_path, numbered_block
+from autopar.ir.graph import (
+    alike,
+    block_name,
+    called_graphs,
+    chain_name,
+    module_path,
+    numbered_block,
+)
 from autopar.ir.layout import Layout
 
 _HIDDEN_ARGUMENTS = ("mesh", "coordinate")
@@ -96,7 +103,7 @@ def _lines(module: fx.GraphModule, pattern: str, shapes: bool, fold: bool) -> It
     for text, node in entries(module, pattern, fold):
         if node is None:
             yield f"\n{text}" if text.startswith("# ") else f"   {text}"
-        elif called(module, node):
+        elif called_graphs(module, node):
             yield from _block_lines(module, node, shapes)
         else:
             yield _node_line(node, shapes)
@@ -130,7 +137,7 @@ def entries(
                 chain = line
                 yield f"# {line}", None
             continue
-        is_call = node.op == "call_function" and not called(module, node)
+        is_call = node.op == "call_function" and not called_graphs(module, node)
         if is_call and node.meta.get("chain") not in (None, chain):
             chain = str(node.meta["chain"])
             yield f"# {chain}", None
@@ -188,7 +195,7 @@ def _block_lines(module: fx.GraphModule, node: fx.Node, shapes: bool) -> list[st
     """Return the lines of a call of a subgraph, which is computed or gathered again in the
     backward: its arguments, and its own lines indented.
     """
-    (block,) = called(module, node)
+    (block,) = called_graphs(module, node)
     arguments = ", ".join(str(a) for a in node.args[2:])
     lines: Iterable[str] = _lines(block, "", shapes, False)
     inner = "\n".join(line for line in lines if not line.startswith("input "))
@@ -259,9 +266,13 @@ def size_text(shape: Sequence[int]) -> str:
     return "×".join(map(str, shape)) or "scalar"
 
 
-def part_text(part: Sequence[int], whole: Sequence[int] | None) -> str:
+def part_text(part: Sequence[int], unsharded: Sequence[int] | None) -> str:
     """Return the shape of a rank's part, with that of the whole where it differs: "4×4 of 4×16"."""
-    more = "" if whole is None or tuple(whole) == tuple(part) else f" of {size_text(whole)}"
+    more = (
+        ""
+        if unsharded is None or tuple(unsharded) == tuple(part)
+        else f" of {size_text(unsharded)}"
+    )
     return size_text(part) + more
 
 

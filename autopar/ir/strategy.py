@@ -293,10 +293,10 @@ def placements(
     dims: tuple[tuple[Atom, ...], ...],
     shape: tuple[int, ...],
     mesh: Mesh,
-    whole: State = I,
+    unsplit: State = I,
     joint: Iterable[tuple[AxisChoice, ...]] | None = None,
 ) -> list[Layout]:
-    """Return every layout of a tensor in which each axis is `whole` (I or R) or holds a digit.
+    """Return every layout of a tensor in which each axis is `unsplit` (I or R) or holds a digit.
     `joint`: only layouts of these joint choices, whose slots are named by the number of their dim.
     """
     slots: Atoms = {str(dim): atoms for dim, atoms in enumerate(dims)}
@@ -309,7 +309,7 @@ def placements(
             for position, atom in enumerate(atoms)
             if not atom.opaque and atom.size % axis.size == 0
         ]
-        per_axis.append([whole, *dividing])
+        per_axis.append([unsplit, *dividing])
     spec = OpShardingRule((dim_names,), (), dict.fromkeys(slots, 0))
     layouts: list[Layout] = []
     for choices in itertools.product(*per_axis) if joint is None else joint:

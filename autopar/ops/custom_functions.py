@@ -3,7 +3,7 @@
     x + Quantise.apply(x, 4)    ->    quantise = autopar_functions.Quantise_1f0c…(x); x + quantise
 
 Export alone would record the ops that `forward` runs and lose the user's `backward`. While
-passes/trace/export.py captures a model inside `honoured`, `Quantise.apply` therefore calls an op of
+passes/trace/export.py captures a model inside `honour`, `Quantise.apply` therefore calls an op of
 its own. That op runs `Quantise.apply` on its tensors, so the user's backward runs wherever autograd
 or AOTAutograd differentiates it. A call that cannot become such an op raises `Refused`.
 """
@@ -89,7 +89,7 @@ def is_custom(target: Any) -> bool:
 
 
 @contextmanager
-def honoured(model: nn.Module) -> Iterator[None]:
+def honour(model: nn.Module) -> Iterator[None]:
     """Record custom functions as ops and inline checkpointed regions while a model is captured: the
     plan decides what is recomputed in the backward. Raises Refused.
     """

@@ -41,15 +41,15 @@ def default_generator(device: torch.device) -> torch.Generator:
 def take_numbers_off(graph: fx.Graph) -> None:
     """Remove the number from every device that a graph names: ranks trace on different ones."""
     for node in graph.nodes:
-        node.args = renamed(node.args, lambda device: torch.device(device.type))
-        node.kwargs = renamed(node.kwargs, lambda device: torch.device(device.type))
+        node.args = rename_devices(node.args, lambda device: torch.device(device.type))
+        node.kwargs = rename_devices(node.kwargs, lambda device: torch.device(device.type))
 
 
 def without_devices(value: Any) -> Any:
     """Return arguments of a node with every device replaced by the CPU, to compare what is computed
     and not where.
     """
-    return renamed(value, lambda device: CPU)
+    return rename_devices(value, lambda device: CPU)
 
 
 def on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -66,8 +66,8 @@ def on_device(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     placed_blocks = {name: on_device(block, device) for name, block in blocks.items()}
     changed = any(placed_blocks[name] is not block for name, block in blocks.items())
     for node, other in copied.items():
-        other.args = renamed(other.args, lambda _: device)
-        other.kwargs = renamed(other.kwargs, lambda _: device)
+        other.args = rename_devices(other.args, lambda _: device)
+        other.kwargs = rename_devices(other.kwargs, lambda _: device)
         if "val" in node.meta:
             other.meta["val"] = pytree.tree_map_only(
                 FakeTensor, _fake_mover(device), node.meta["val"]
@@ -89,7 +89,7 @@ def _devices_of(node: fx.Node) -> set[torch.device]:
         devices.add(device)
         return device
 
-    renamed((node.args, node.kwargs), record)
+    rename_devices((node.args, node.kwargs), record)
     values = pytree.tree_leaves(node.meta.get("val"))
     return devices | {value.device for value in values if isinstance(value, FakeTensor)}
 
@@ -108,12 +108,12 @@ def _fake_mover(device: torch.device) -> Callable[[Any], Any]:
     return move
 
 
-def renamed(value: Any, name: Callable[[torch.device], torch.device]) -> Any:
+def rename_devices(value: Any, name: Callable[[torch.device], torch.device]) -> Any:
     """Return arguments of a node with each device in them replaced by `name` of it."""
     return map_aggregate(value, lambda x: name(x) if isinstance(x, torch.device) else x)
 
 
-def filled(shape: tuple[int, ...], number: int, device: torch.device) -> torch.Tensor:
+def fill_on(shape: tuple[int, ...], number: int, device: torch.device) -> torch.Tensor:
     """Return an int64 tensor filled with one number, made on its device: `torch.tensor` would make
     it on the CPU and wait for a copy.
     """
@@ -154,7 +154,7 @@ def of_rank(tensors: Iterable[torch.Tensor], wanted: torch.device | str | None) 
     else:
         device = next((x.device for x in tensors if not x.is_meta), CPU)
         if device.type == "cpu":
-            device = torch.device(ranks.accelerated() or "cpu")
+            device = torch.device(ranks.accelerator_type() or "cpu")
     if not ranks.sends_from(device):
         backends = ", ".join(f"{kind}:{backend}" for kind, backend in ranks.backends().items())
         raise WorldError(
@@ -235,9 +235,9 @@ def _refuse_shared(places: Iterable[tuple[str, str]]) -> None:
     for (host, name), members in by_place.items():
         if len(members) > 1 and name:
             raise WorldError(
-                f"{ranks.named(members)} of node {host} all compute on {name}: give each a device "
-                'of its own, with torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the '
-                "model is made"
+                f"{ranks.names_of(members)} of node {host} all compute on {name}: give each a "
+                "device of its own, with "
+                'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before the model is made'
             )
 
 

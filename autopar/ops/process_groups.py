@@ -7,7 +7,7 @@ every rank.
 
 A collective that fails becomes a RankError that names the collective, the module of the model and
 the ranks that are missing; gloo says "Connection closed by peer". comm.py calls `explain` where it
-waits for a collective; runtime/backends.py wraps the forward and the backward in `guarded`.
+waits for a collective; runtime/backends.py wraps the forward and the backward in `guard`.
 """
 
 from __future__ import annotations
@@ -243,14 +243,14 @@ def _open_group(mesh: Mesh, name: str, connection: _Connection, copies: int) -> 
 
 # -- errors of failed collectives ------------------------------------------------------------------
 # Words in the errors of gloo and NCCL for a peer that is gone, or that did not come in time.
-_TRANSPORT_ERROR = re.compile(
+_COMMUNICATION_ERROR = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|timed ?out|broken pipe|socket", re.IGNORECASE
 )
 _TIMED_OUT = re.compile(r"time ?d? ?out", re.IGNORECASE)
 _GENERATED = "<eval_with_key>"  # the file name that fx gives to generated code
 
 
-def guarded(run: Callable[..., Any], phase: str) -> Callable[..., Any]:
+def guard(run: Callable[..., Any], phase: str) -> Callable[..., Any]:
     """Return the same function with failures of its collectives explained by `explain`.
 
     `phase` is "forward" or "backward"; the other ranks see in which one this rank is.
@@ -277,7 +277,7 @@ def explain(error: RuntimeError, collective: str = "") -> NoReturn:
 
     `collective` names the collective, where the caller knows it.
     """
-    heartbeat = pulse() if _from_transport(error) else None
+    heartbeat = pulse() if _is_communication_error(error) else None
     if heartbeat is None:
         raise error
     site = _failing_node(error)
@@ -294,10 +294,10 @@ def explain(error: RuntimeError, collective: str = "") -> NoReturn:
     ) from error
 
 
-def _from_transport(error: RuntimeError) -> bool:
+def _is_communication_error(error: RuntimeError) -> bool:
     """Whether an error comes from gloo or NCCL."""
     return isinstance(error, DistError) or (
-        type(error) is RuntimeError and bool(_TRANSPORT_ERROR.search(str(error)))
+        type(error) is RuntimeError and bool(_COMMUNICATION_ERROR.search(str(error)))
     )
 
 

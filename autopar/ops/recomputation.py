@@ -3,7 +3,7 @@ that are gathered again there.
 
 passes/recompute.py puts `recompute_in_backward` around a block whose activations are not saved, and
 `regather_in_backward` around a matmul whose gathered weight is not saved: the shard is, and the
-gather runs again. runtime/backends.py calls `tagged` and `spread`, which say the same to torch's
+gather runs again. runtime/backends.py calls `tag` and `spread`, which say the same to torch's
 partitioners by tags. `interpret` runs an emitted graph node by node with a callback;
 runtime/reference.py and runtime/verify.py use it.
 """
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import OpOverload
-from autopar.ir.graph import inlined
+from autopar.ir.graph import inline
 
 
 def recompute_in_backward(block: fx.GraphModule, draws: bool, *inputs: Any) -> Any:
@@ -62,7 +62,7 @@ def rerun_in_backward(block: fx.GraphModule, cheap: int, *inputs: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # there the partitioner does it, by checkpoint's tags
         return checkpoint(block, *inputs, use_reentrant=False, context_fn=_save_matmuls)
-    parts = _parts_of(block, cheap, whole=True)
+    parts = _parts_of(block, cheap, keep_all=True)
     values = [inputs[place] for place in parts.needs]
     rerun = _Rerun(lambda: parts.fetch(*values))  # knows no hooks: a cycle would keep what it holds
     with saved_tensors_hooks(rerun.pack, rerun.unpack):
@@ -167,17 +167,17 @@ class _Parts(NamedTuple):
     rest: fx.GraphModule
 
 
-def _parts_of(block: fx.GraphModule, fetching: int, whole: bool = False) -> _Parts:
-    """Return the block's two parts, which are cached in the block. `whole`: all tensors that the
+def _parts_of(block: fx.GraphModule, fetching: int, keep_all: bool = False) -> _Parts:
+    """Return the block's two parts, which are cached in the block. `keep_all`: all tensors that the
     first one makes are among its results, but for those of reshards that it alone uses.
     """
     parts: _Parts | None = block.__dict__.get("_autopar_parts")
     if parts is None:
-        parts = block.__dict__["_autopar_parts"] = _split_block(block, fetching, whole)
+        parts = block.__dict__["_autopar_parts"] = _split_block(block, fetching, keep_all)
     return parts
 
 
-def _split_block(block: fx.GraphModule, fetching: int, whole: bool) -> _Parts:
+def _split_block(block: fx.GraphModule, fetching: int, keep_all: bool) -> _Parts:
     """Split a block after its first `fetching` calls."""
     inputs = [n for n in block.graph.nodes if n.op == "placeholder"]
     calls = [n for n in block.graph.nodes if n.op == "call_function"]
@@ -188,7 +188,7 @@ def _split_block(block: fx.GraphModule, fetching: int, whole: bool) -> _Parts:
     fetched = [
         n
         for n in fetching_calls
-        if (whole and "step" not in n.meta) or not fetching_calls.keys() >= n.users.keys()
+        if (keep_all and "step" not in n.meta) or not fetching_calls.keys() >= n.users.keys()
     ]
     fetch = _graph_of([inputs[place] for place in needs], fetching_calls, tuple(fetched))
     outputs = block.graph.output_node().args[0]
@@ -215,11 +215,11 @@ def _save_matmuls() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-def tagged(module: fx.GraphModule) -> fx.GraphModule:
+def tag(module: fx.GraphModule) -> fx.GraphModule:
     """Return the module as one flat graph whose recomputed nodes have the tags of torch's
     partitioners: `CheckpointPolicy.MUST_RECOMPUTE`, and a number for each block.
     """
-    flat = inlined(module)
+    flat = inline(module)
     numbers: dict[str, int] = {}
     for node in flat.graph.nodes:
         if "block" in node.meta and node.meta["again"]:
@@ -285,6 +285,6 @@ def interpret(module: fx.GraphModule, inputs: list[Any], visit: Visit) -> Any:
     raise AssertionError("a graph has an output")
 
 
-def unchanged(_: fx.Node, result: Any) -> Any:
+def identity(_: fx.Node, result: Any) -> Any:
     """Return the result as it is: the visit that does nothing."""
     return result

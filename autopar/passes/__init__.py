@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from autopar.ir.graph import copied, reorder
+from autopar.ir.graph import copy_graph, reorder
 from autopar.ir.program import Program
 from autopar.passes import finalize, hierarchy, kernel_choice, rewrite, summa
 from autopar.passes.overlap import (
@@ -113,4 +113,4 @@ def _attempts(derived: DerivedGraph, chunked: DerivedGraph) -> Iterator[DerivedG
 
 
 def _copy(derived: DerivedGraph) -> DerivedGraph:
-    return dataclasses.replace(derived, graph=copied(derived.graph))
+    return dataclasses.replace(derived, graph=copy_graph(derived.graph))

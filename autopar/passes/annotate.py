@@ -120,11 +120,12 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
     return dataclasses.replace(program, annotations=notes)
 
 
-def count_microbatch(program: Program, count: int, share: float) -> Program:
-    """Return the annotated program as one of so many parts of a step, in which a search counts this
-    share of the sums of weights' gradients, as they come once in a step.
+def count_microbatch(program: Program, count: int, sums: float, gathers: float) -> Program:
+    """Return the annotated program as one of so many parts of a step, in which a search counts
+    these shares of the sums of weights' gradients and of the gathers of weights, as they come once
+    in a step.
     """
-    counting = dataclasses.replace(program.counting, sums=share, parts=count)
+    counting = dataclasses.replace(program.counting, sums=sums, gathers=gathers, parts=count)
     return dataclasses.replace(program, counting=counting)
 
 

@@ -10,7 +10,7 @@ layout.
 DRAWS (ops/rules/shapes.py) are `rand`, `randn` and `randint`, which hang on no other value: each
 rank makes the shard that it needs (ops/sharded/draws.py), and each says its dtype: one of torch's
 default is float64 where `verify` makes the graph so. What is made of them is split as any other op.
-`annotate` refuses the draws that no entry of MADE_OF describes.
+`annotate` refuses the draws that no entry of REPLACEMENTS describes.
 
 A traced program enters and leaves. planner.py runs it before `annotate`.
 """
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar._compat import LazyGraphModule
-from autopar.ir.graph import computed, copied, made
+from autopar.ir.graph import add_call, add_node, copy_graph
 from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
 from autopar.ir.sharding_rule import bound
 from autopar.ops.rules.shapes import DRAWS
@@ -41,14 +41,14 @@ def draws(program: Program) -> Program:
     """
     if not any(_is_rewritten(n) or _has_no_dtype(n) for n in program.module.graph.nodes):
         return program
-    graph = copied(program.module.graph)
+    graph = copy_graph(program.module.graph)
     for node in list(graph.nodes):
         if _has_no_dtype(node):
             node.update_kwarg("dtype", node.meta["val"].dtype)
         if _is_rewritten(node):
             last = node.prev
             with graph.inserting_before(node):
-                MADE_OF[node.target](_Draw(graph, node))
+                REPLACEMENTS[node.target](_Draw(graph, node))
             _describe(last.next, node)
             graph.erase_node(node)
     # Draws count as impure, but the graph owes nobody those whose result is not used.
@@ -80,7 +80,7 @@ def _is_rewritten(node: fx.Node) -> bool:
     """Whether a node draws other numbers than DRAWS, which are real. rrelu and recurrent layers do
     so in training alone, and the latter between two layers.
     """
-    if node.op != "call_function" or node.target not in MADE_OF:
+    if node.op != "call_function" or node.target not in REPLACEMENTS:
         return False
     if node.target in DRAWS:
         return bool(node.meta["val"].is_complex())
@@ -114,7 +114,7 @@ class _Draw:
         return self.arguments[name]
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return computed(self.graph, target, args, kwargs)
+        return add_call(self.graph, target, args, kwargs)
 
     def replace(self, result: fx.Node) -> None:
         """Put a node in the place of the draw, in its dtype."""
@@ -129,7 +129,7 @@ class _Draw:
         """Add one of DRAWS; the last of `args` is its size."""
         options = {"dtype": dtype, "device": torch.device(self.value.device.type)}
         value = self.value.new_empty(args[-1], dtype=dtype)
-        return made(self.graph, target, args, value, options)
+        return add_node(self.graph, target, args, value, options)
 
     def uniform(
         self, dtype: torch.dtype | None = None, size: Sequence[int] | None = None
@@ -247,7 +247,7 @@ def _multinomial(draw: _Draw) -> None:
 
 
 def _item(draw: _Draw, results: fx.Node, index: int) -> fx.Node:
-    return made(draw.graph, operator.getitem, (results, index), results.meta["val"][index])
+    return add_node(draw.graph, operator.getitem, (results, index), results.meta["val"][index])
 
 
 def _recurrent(draw: _Draw) -> None:
@@ -285,7 +285,7 @@ def _recurrent(draw: _Draw) -> None:
         draw.graph.erase_node(item)
 
 
-MADE_OF: dict[Any, Callable[[_Draw], None]] = {
+REPLACEMENTS: dict[Any, Callable[[_Draw], None]] = {
     aten.rand.default: _uniform,
     aten.rand_like.default: _uniform,
     aten.uniform.default: _uniform,

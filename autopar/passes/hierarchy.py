@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator
 from autopar._compat import LazyGraphModule
 from autopar.cost.communication import SentCollective, fastest_hierarchy, sent_collectives
 from autopar.cost.simulator.buckets import SIZES
-from autopar.ir.graph import copied, stored
+from autopar.ir.graph import copy_graph, stored_nodes
 from autopar.ir.program import Program, same_inputs
 from autopar.ops.collectives import set_hierarchy
 from autopar.world import World
@@ -38,7 +38,7 @@ def hierarchy(program: Program, world: World) -> Program:
         )
     if not new_levels:
         return program
-    graph = copied(program.module.graph)
+    graph = copy_graph(program.module.graph)
     nodes = {node.name: node for node in graph.nodes}
     for (name, backward), levels in new_levels.items():
         set_hierarchy(nodes[name], backward, levels)
@@ -63,7 +63,7 @@ def _bucket_groups(program: Program) -> Iterator[list[SentCollective]]:
     bucket requires to be equal: collective, axes, element size, forward or backward.
     """
     groups: dict[Hashable, list[SentCollective]] = defaultdict(list)
-    on_stored = stored(program)
+    on_stored = stored_nodes(program)
     for move in sent_collectives(program):
         if (
             move.node in on_stored

@@ -18,17 +18,17 @@ import dataclasses
 
 from torch import fx
 
-from autopar.ir.graph import stored
+from autopar.ir.graph import stored_nodes
 from autopar.ir.program import Input, Program
 
 _SECOND = "{}_2"
 
 
-def interleaved(program: Program) -> Program:
+def interleave_parts(program: Program) -> Program:
     """Return the program of two parts of an emitted program of one. Inputs of the second part have
     the names of the first's with "_2" after them.
     """
-    shared = stored(program)
+    shared = stored_nodes(program)
     graph = fx.Graph()
     twins: tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]] = {}, {}
     placeholders = program.module.graph.find_nodes(op="placeholder")

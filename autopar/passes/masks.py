@@ -33,10 +33,10 @@ from torch import Tensor, fx
 
 from autopar._compat import LazyGraphModule, without_modes
 from autopar.ir.band import LONG, Band
-from autopar.ir.graph import computed, copied, made
+from autopar.ir.graph import add_call, add_node, copy_graph
 from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, bound, shape_of, value_of
-from autopar.ops.devices import renamed
+from autopar.ops.devices import rename_devices
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def masks(program: Program) -> Program:
     nodes = program.module.graph.find_nodes(op="call_function", target=SDPA)
     if not any(_is_masked(node) for node in nodes):
         return program
-    graph = copied(program.module.graph)
+    graph = copy_graph(program.module.graph)
     reader, rewritten = _Reader(), False
     for node in graph.find_nodes(op="call_function", target=SDPA):
         if _is_masked(node):
@@ -343,7 +343,7 @@ class _Reader:
             return None
         cpu = torch.device("cpu")
         args, kwargs = (
-            fx.map_arg(renamed(x, lambda _: cpu), operands.__getitem__)
+            fx.map_arg(rename_devices(x, lambda _: cpu), operands.__getitem__)
             for x in (node.args, node.kwargs)
         )
         function: Any = node.target
@@ -516,11 +516,11 @@ def _replace(graph: fx.Graph, node: fx.Node, description: _Description) -> None:
             arguments: tuple[Any, ...] = (*vectors, *band, rows, columns, own_device, [], [])
             key = f"mask {arguments}"
             if key not in description.nodes:
-                description.nodes[key] = computed(graph, BLOCK_MASK, arguments)
+                description.nodes[key] = add_call(graph, BLOCK_MASK, arguments)
             node.args = (*operands, description.nodes[key], values["dropout_p"], False)
         else:
             arguments = (*operands, *vectors, *band, values["scale"], [], [])
-            new = made(graph, MASKED_ATTENTION, arguments, node.meta["val"])
+            new = add_node(graph, MASKED_ATTENTION, arguments, node.meta["val"])
             new.meta = dict(node.meta)
             node.replace_all_uses_with(new)
     keep = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
@@ -562,15 +562,15 @@ class _Writer:
     def _vector_node(self, vector: _Vector | None, length: int) -> fx.Node:
         if vector is None:
             options = {"dtype": torch.bool, "device": torch.device(self.device.type)}
-            return computed(self.graph, aten.full.default, ([1, length], True), options)
+            return add_call(self.graph, aten.full.default, ([1, length], True), options)
         node = _node(vector.node)
         rows = dict(zip(vector.dims, shape_of(value_of(node)), strict=True)).get(_BATCH, 1)
         own = value_of(node).numel() // rows
         if shape_of(value_of(node)) != (rows, own):
-            node = computed(self.graph, aten.reshape.default, (node, [rows, own]))
+            node = add_call(self.graph, aten.reshape.default, (node, [rows, own]))
         if own != length:
-            node = computed(self.graph, aten.expand.default, (node, [rows, length]))
+            node = add_call(self.graph, aten.expand.default, (node, [rows, length]))
         if vector.offset:
             step = int(vector.offset) if vector.offset == int(vector.offset) else vector.offset
-            node = computed(self.graph, aten.add.Tensor, (node, step))
+            node = add_call(self.graph, aten.add.Tensor, (node, step))
         return node

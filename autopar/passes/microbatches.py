@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import ancestors, copied, made, producer, where
+from autopar.ir.graph import add_node, ancestors, copy_graph, producer, where
 from autopar.ir.program import (
     Annotations,
     Input,
@@ -41,7 +41,7 @@ from autopar.ir.program import (
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS
-from autopar.passes.part_numbers import COUNTS, MOVES, take_numbers
+from autopar.passes.part_numbers import COUNTS, REORDERS, take_numbers
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ class Parts:
     results: tuple[State, ...]
 
 
-def in_one_part(program: Program) -> Parts:
+def without_microbatches(program: Program) -> Parts:
     """Return how an emitted program of a whole step runs as one part."""
     results: list[State] = [
         "rows" if program.layouts[output.node].shape else "sum"
@@ -85,20 +85,22 @@ def in_one_part(program: Program) -> Parts:
 
 
 def in_parts(
-    program: Program, whole: Program, count: int, split: frozenset[int]
+    program: Program, full_batch: Program, count: int, split: frozenset[int]
 ) -> tuple[Program, Parts]:
     """Return the program of one part, and how a step runs it. `program`: traced on the rows of a
-    part; `whole`: on all rows, annotated; `split`: the positions of the inputs of which a part has
-    its own rows. Raises PlanError with the node where a part would need another one, where the
+    part; `full_batch`: on all rows, annotated; `split`: the positions of the inputs of which a part
+    has its own rows. Raises PlanError with the node where a part would need another one, where the
     model computes otherwise on fewer rows, and where no result is a sum over the parts.
     """
-    names = [[(n.name, n.op, n.target) for n in p.module.graph.nodes] for p in (program, whole)]
+    names = [
+        [(n.name, n.op, n.target) for n in p.module.graph.nodes] for p in (program, full_batch)
+    ]
     if names[0] != names[1]:
         raise PlanError(
             f"micro-batches: the model computes otherwise on a {count}th of the rows than on all. "
             "Leave microbatches at 1"
         )
-    divided = _Division(program, whole, count, split).parts()
+    divided = _Division(program, full_batch, count, split).parts()
     same_inputs(divided[0])
     same_outputs(divided[0])
     return divided
@@ -107,12 +109,14 @@ def in_parts(
 class _Division:
     """One walk through a graph, from its inputs to its outputs."""
 
-    def __init__(self, program: Program, whole: Program, count: int, split: frozenset[int]) -> None:
-        assert whole.annotations is not None
-        self.program, self.whole, self.count, self.split = program, whole, count, split
-        self.notes: Annotations = whole.annotations
-        self.twins = {node.name: node for node in whole.module.graph.nodes}
-        self.graph = copied(program.module.graph)
+    def __init__(
+        self, program: Program, full_batch: Program, count: int, split: frozenset[int]
+    ) -> None:
+        assert full_batch.annotations is not None
+        self.program, self.full_batch, self.count, self.split = program, full_batch, count, split
+        self.notes: Annotations = full_batch.annotations
+        self.twins = {node.name: node for node in full_batch.module.graph.nodes}
+        self.graph = copy_graph(program.module.graph)
         self.states: dict[fx.Node, State] = {}
         self.trained = set[fx.Node]()  # the nodes that depend on a parameter
         self.totals: dict[fx.Node, fx.Node] = {}  # a part's share -> the placeholder of the total
@@ -169,9 +173,9 @@ class _Division:
         elif "rows" in kinds:
             self._use_rows(node, operands)
         else:
-            self.states[node] = self._state_made(node) if self._has_rows(node) else "same"
+            self.states[node] = self._output_state(node) if self._has_rows(node) else "same"
 
-    def _state_made(self, node: fx.Node) -> State:
+    def _output_state(self, node: fx.Node) -> State:
         """Return the state of what has rows and is made of nothing that has."""
         if node.target in COUNTS:
             arguments = bound(node)
@@ -187,14 +191,14 @@ class _Division:
         for index, value in enumerate(results_of(node)):
             twin = results_of(self.twins[node.name])[index]
             sizes = zip(value.shape, twin.shape, self.notes.dims[node.name, index], strict=True)
-            for own, whole, atoms in sizes:
+            for own, full_batch, atoms in sizes:
                 numbers = {atom.number for atom in atoms}
-                if own != whole and not numbers & self.batch:
+                if own != full_batch and not numbers & self.batch:
                     self.batch |= numbers
 
     def _use_numbers(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
         """Pass numbers of rows on, or read each row of a value by its own number."""
-        if node.target in MOVES and len(operands) == 1:
+        if node.target in REORDERS and len(operands) == 1:
             self.states[node] = "numbers"
             return
         source, *_ = operands
@@ -281,7 +285,7 @@ class _Division:
     # -- changes -----------------------------------------------------------------------------------
     def _divided(self, node: fx.Node) -> fx.Node:
         """Add a node that is a count-th of another."""
-        share = made(self.graph, aten.mul.Tensor, (node, 1 / self.count), node.meta["val"])
+        share = add_node(self.graph, aten.mul.Tensor, (node, 1 / self.count), node.meta["val"])
         share.meta.update({k: v for k, v in node.meta.items() if k not in share.meta})
         self.states[share] = "sum"
         if node in self.trained:
@@ -318,9 +322,11 @@ class _Division:
         rest = (values["label_smoothing"],) if "label_smoothing" in values else ()
         node.args, node.kwargs = (values["self"], target, None, _SUM, ignored, *rest), {}
         with self.graph.inserting_after(node):
-            mean = made(self.graph, aten.div.Tensor, (node, total), loss / total.meta["val"])
+            mean = add_node(self.graph, aten.div.Tensor, (node, total), loss / total.meta["val"])
         with self.graph.inserting_after(mean):  # the number of tokens is exact in float32
-            result = made(self.graph, aten._to_copy.default, (mean,), loss, {"dtype": loss.dtype})
+            result = add_node(
+                self.graph, aten._to_copy.default, (mean,), loss, {"dtype": loss.dtype}
+            )
         for new in (mean, result):
             new.meta.update({k: v for k, v in node.meta.items() if k not in new.meta})
             self.states[new] = "sum"
@@ -391,7 +397,7 @@ class _Division:
     def _signature(self) -> Any:
         signature = self.program.signature
         leaves = max((e.position for e in signature.inputs if e.position is not None), default=-1)
-        leaves = max(leaves + 1, signature.in_spec.num_leaves)
+        leaves = max(leaves + 1, signature.in_tree.num_leaves)
         totals = tuple(
             Input("user", total.name, f"the total of {share.name}", position=leaves + number)
             for number, (share, total) in enumerate(self.totals.items())
@@ -399,7 +405,7 @@ class _Division:
         returned = iter(returned_names(self.graph))
         outputs = tuple(
             o if o.node is None else dataclasses.replace(o, node=next(returned))
-            for o in self.whole.signature.outputs  # with the numbers of the whole batch
+            for o in self.full_batch.signature.outputs  # with the numbers of the whole batch
         )
         return dataclasses.replace(signature, inputs=(*signature.inputs, *totals), outputs=outputs)
 

@@ -38,7 +38,7 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.ir.dim_roles import dim_kinds
-from autopar.ir.graph import computed, copied, made, producer
+from autopar.ir.graph import add_call, add_node, copy_graph, producer
 from autopar.ir.padding import Pad, padded_shape, unpadded_shape
 from autopar.ir.program import Atom, Program, Value, returned_names, same_inputs
 from autopar.ir.sharding_rule import (
@@ -66,7 +66,7 @@ _SIZES = (
     aten.expand.default,
 )
 _PIECES = (aten.split.Tensor, aten.unsafe_split.Tensor)
-_MOVES = {
+_REORDERS = {
     *_SIZES,
     *_PIECES,
     aten.permute.default,
@@ -213,7 +213,7 @@ class _Spread:
     def pads(self, value: Value) -> tuple[Pad, ...]:
         """Return the padding that a value would have."""
         if value not in self._pads:
-            self._pads[value] = tuple(self._found(self.atoms(value)))
+            self._pads[value] = tuple(self._pads_of(self.atoms(value)))
         return self._pads[value]
 
     def atoms(self, value: Value) -> Sequence[Sequence[Atom]]:
@@ -225,7 +225,7 @@ class _Spread:
         self._dims[value] = dims
         self.padded.add(value)
 
-    def _found(self, dims: Sequence[Sequence[Atom]]) -> Iterator[Pad]:
+    def _pads_of(self, dims: Sequence[Sequence[Atom]]) -> Iterator[Pad]:
         for dim, atoms in enumerate(dims):
             for place, atom in enumerate(atoms):
                 if atom.number in self.sizes:
@@ -278,7 +278,7 @@ class _Spread:
 
     def spread(self, node: fx.Node) -> None:
         """Note that a node's results have padding."""
-        zeros = node.target in _MOVES and all(
+        zeros = node.target in _REORDERS and all(
             self._is_zero(n) for n in node.all_input_nodes if self.pads(producer(n))
         )
         mixed = node.name in self.notes.specs and self.notes.specs[node.name].attends is not None
@@ -299,21 +299,21 @@ class _Spread:
         """Return the padded atoms of a node with which it would not give the same unpadded results,
         and finite numbers besides.
         """
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         wrong: set[int] = set()
         for atom in {pad.atom for pads in self._all_pads(node) for pad in pads}:
             own = {f for f, atoms in factors.items() if any(a.number == atom for a in atoms)}
-            if not own or not self._is_known(node, spec) or not self._takes(node, spec, atom, own):
+            if not own or not self._is_known(node, rule) or not self._takes(node, rule, atom, own):
                 wrong.add(atom)
         return wrong
 
-    def _takes(self, node: fx.Node, spec: OpShardingRule, atom: int, padded: set[str]) -> bool:
+    def _takes(self, node: fx.Node, rule: OpShardingRule, atom: int, padded: set[str]) -> bool:
         """Whether a node may take an atom with padding, which is in these of its factors."""
         if atom in self.tokens:
-            return self._keeps_tokens(node, spec, padded)
+            return self._keeps_tokens(node, rule, padded)
         if atom in self.rows:
-            return self._keeps_rows(node, spec, padded)
-        return self._is_sound(node, spec, padded)
+            return self._keeps_rows(node, rule, padded)
+        return self._is_sound(node, rule, padded)
 
     def of_fixed_size(self, node: fx.Node) -> set[int]:
         """Return the rows of a node whose arguments say how many there are, in a way that is not
@@ -364,22 +364,22 @@ class _Spread:
         value = producer(node)
         return value not in self.padded or value in self.zeros
 
-    def _is_sound(self, node: fx.Node, spec: OpShardingRule, padded: set[str]) -> bool:
+    def _is_sound(self, node: fx.Node, rule: OpShardingRule, padded: set[str]) -> bool:
         """Whether a node gives the same unpadded results with these factors padded, and finite
         numbers besides.
         """
         target = node.target
         if target in (*_SOFTMAXES, aten.cross_entropy_loss.default):
-            return self._masks(node, spec, padded)
+            return self._masks(node, rule, padded)
         if target is aten.embedding.default:
-            return not bound(node)["scale_grad_by_freq"] and all(spec.splittable(f) for f in padded)
+            return not bound(node)["scale_grad_by_freq"] and all(rule.splittable(f) for f in padded)
         if target is aten.scaled_dot_product_attention.default:
-            return self._attends(node, spec, padded)
+            return self._attends(node, rule, padded)
         if target is experts_op:  # no token has an index of an expert that is none
-            return padded <= spec.uneven
+            return padded <= rule.uneven
         if target in _MATMULS:
-            return all(self._sums_zeros(node, spec, f) for f in padded if f in spec.sum) and all(
-                spec.splittable(f) for f in padded
+            return all(self._sums_zeros(node, rule, f) for f in padded if f in rule.sum) and all(
+                rule.splittable(f) for f in padded
             )
         if target is aten.dropout.default:
             values = bound(node)
@@ -392,40 +392,40 @@ class _Spread:
         if target is aten.rsqrt.default:
             return _is_positive(node.args[0])
         if target in (aten.mean.dim, aten.sum.dim_IntList):
-            return all(self._is_kept(spec, f) for f in padded)
-        carried = target in _MOVES or target in _FINITE or target in _NORMS
-        return carried and all(self._is_kept(spec, f) for f in padded)
+            return all(self._only_carries(rule, f) for f in padded)
+        carried = target in _REORDERS or target in _FINITE or target in _NORMS
+        return carried and all(self._only_carries(rule, f) for f in padded)
 
-    def _keeps_rows(self, node: fx.Node, spec: OpShardingRule, rows: set[str]) -> bool:
+    def _keeps_rows(self, node: fx.Node, rule: OpShardingRule, rows: set[str]) -> bool:
         """Whether a node does the same to each of these rows by itself, or can leave the copies out
         of what it sums.
         """
         if node.target in NEW_FILLS:  # its operand says no more than dtype and device
-            rows = rows & {f for dim in spec.results[0] for f in dim}
-        if not all(spec.splittable(f) for f in rows):
+            rows = rows & {f for dim in rule.results[0] for f in dim}
+        if not all(rule.splittable(f) for f in rows):
             return False
         if _draws(node):
             # A draw hangs on the place of a number among all: only rows at the end move no other.
             pads = self.pads((node.name, 0))
             if any(pad.dim or pad.outer > 1 for pad in pads if pad.atom in self.rows):
                 return False
-        summed = self.summed_rows(node, spec, rows)
-        return not summed or self._may_leave_out(node, spec, summed)
+        summed = self.summed_rows(node, rule, rows)
+        return not summed or self._may_leave_out(node, rule, summed)
 
-    def _keeps_tokens(self, node: fx.Node, spec: OpShardingRule, tokens: set[str]) -> bool:
+    def _keeps_tokens(self, node: fx.Node, rule: OpShardingRule, tokens: set[str]) -> bool:
         """Whether a node does the same to each of these tokens by itself, and gives finite numbers
         for those that are no copies; or is an attention in which no token sees a padded one.
         """
-        if spec.attends is not None:
-            return self._sees_no_copies(node, spec, tokens)
+        if rule.attends is not None:
+            return self._sees_no_copies(node, rule, tokens)
         mixed = any(producer(n) in self.mixed for n in node.all_input_nodes)
-        return self._keeps_rows(node, spec, tokens) and (not mixed or _is_finite(node))
+        return self._keeps_rows(node, rule, tokens) and (not mixed or _is_finite(node))
 
-    def _sees_no_copies(self, node: fx.Node, spec: OpShardingRule, tokens: set[str]) -> bool:
+    def _sees_no_copies(self, node: fx.Node, rule: OpShardingRule, tokens: set[str]) -> bool:
         """Whether the padding of an attention's queries and keys lies behind all of them, where the
         band lets no query look.
         """
-        band, behind = spec.band, spec.sizes["k"] - spec.sizes["q"]
+        band, behind = rule.band, rule.sizes["k"] - rule.sizes["q"]
         if band is None or band.after is None or band.after > behind:
             return False
         at_the_end = all(
@@ -436,46 +436,46 @@ class _Spread:
         )
         return at_the_end and tokens <= {"q", "k"} and not bound(node).get("dropout_p")
 
-    def summed_rows(self, node: fx.Node, spec: OpShardingRule, rows: set[str]) -> set[str]:
+    def summed_rows(self, node: fx.Node, rule: OpShardingRule, rows: set[str]) -> set[str]:
         """Return those of these rows that some result of a node lacks."""
-        return {f for f in rows if not self._is_kept(spec, f)}
+        return {f for f in rows if not self._only_carries(rule, f)}
 
-    def _may_leave_out(self, node: fx.Node, spec: OpShardingRule, summed: set[str]) -> bool:
+    def _may_leave_out(self, node: fx.Node, rule: OpShardingRule, summed: set[str]) -> bool:
         """Whether a node that sums these rows can be had to leave out the copies."""
         if node.target in _OF_CLASSES:
-            target, dims = operands_of(node)[1], spec.operands[1]
+            target, dims = operands_of(node)[1], rule.operands[1]
             assert target is not None and dims is not None
             return summed <= {f for dim in dims for f in dim} and (
-                not target.meta["val"].is_floating_point() or summed <= spec.sum
+                not target.meta["val"].is_floating_point() or summed <= rule.sum
             )
         if node.target in (*_OF_ENTRIES, *_SUMS, *_MEANS):
-            return summed <= spec.sum
+            return summed <= rule.sum
         return node.target in _MATMULS and all(
-            f in spec.sum and linear_operand(spec, f) is not None for f in summed
+            f in rule.sum and linear_operand(rule, f) is not None for f in summed
         )
 
-    def _is_known(self, node: fx.Node, spec: OpShardingRule) -> bool:
+    def _is_known(self, node: fx.Node, rule: OpShardingRule) -> bool:
         """Whether the rule knows every padded dim of the operands."""
         return all(
             dims is not None or operand is None or not self.pads(producer(operand))
-            for operand, dims in zip(operands_of(node), spec.operands, strict=False)
+            for operand, dims in zip(operands_of(node), rule.operands, strict=False)
         )
 
-    def _is_kept(self, spec: OpShardingRule, factor: str) -> bool:
+    def _only_carries(self, rule: OpShardingRule, factor: str) -> bool:
         """Whether a node only carries a factor: its results have it, and it may be split."""
-        in_results = all(any(factor in dim for dim in result) for result in spec.results)
-        return in_results and factor not in spec.shared and spec.splittable(factor)
+        in_results = all(any(factor in dim for dim in result) for result in rule.results)
+        return in_results and factor not in rule.shared and rule.splittable(factor)
 
-    def _sums_zeros(self, node: fx.Node, spec: OpShardingRule, factor: str) -> bool:
+    def _sums_zeros(self, node: fx.Node, rule: OpShardingRule, factor: str) -> bool:
         """Whether one of the operands that have a summed factor is zero in its padding."""
         having = [
             operand
-            for operand, dims in zip(operands_of(node), spec.operands, strict=False)
+            for operand, dims in zip(operands_of(node), rule.operands, strict=False)
             if operand is not None and dims is not None and any(factor in dim for dim in dims)
         ]
         return any(self._is_zero(operand) for operand in having) and len(having) == 2
 
-    def _attends(self, node: fx.Node, spec: OpShardingRule, padded: set[str]) -> bool:
+    def _attends(self, node: fx.Node, rule: OpShardingRule, padded: set[str]) -> bool:
         """Whether an attention is padded in its heads alone, drops nothing, and has no mask of its
         own for each head.
         """
@@ -484,24 +484,24 @@ class _Spread:
             made_of_weights = producer(mask) in self.padded
             if mask.meta["val"].dtype is torch.bool or not made_of_weights:
                 return False
-        heads = {KEY_HEADS, HEADS_OF_A_KEY} & spec.sizes.keys()
+        heads = {KEY_HEADS, HEADS_OF_A_KEY} & rule.sizes.keys()
         return not bound(node)["dropout_p"] and all(
-            f in heads and self._is_kept(spec, f) for f in padded
+            f in heads and self._only_carries(rule, f) for f in padded
         )
 
-    def _masks(self, node: fx.Node, spec: OpShardingRule, padded: set[str]) -> bool:
+    def _masks(self, node: fx.Node, rule: OpShardingRule, padded: set[str]) -> bool:
         """Whether a softmax or a cross entropy is padded in the dim that it reduces, which it
         masks, or else in dims that it carries.
         """
         first = operands_of(node)[0]
-        dims = spec.operands[0]
+        dims = rule.operands[0]
         assert first is not None and dims is not None
         reduced = set(dims[_masked_dim(node)])
         if node.target is aten.cross_entropy_loss.default:
             target = operands_of(node)[1]
             indices = target is not None and not target.meta["val"].is_floating_point()
-            return indices and padded <= reduced and all(f in spec.shared for f in padded)
-        return all(f in reduced or self._is_kept(spec, f) for f in padded)
+            return indices and padded <= reduced and all(f in rule.shared for f in padded)
+        return all(f in reduced or self._only_carries(rule, f) for f in padded)
 
 
 class _Padding:
@@ -511,7 +511,7 @@ class _Padding:
 
     def __init__(self, program: Program, sizes: Mapping[int, int]) -> None:
         self.program, self.spread = program, _Spread(program, sizes)
-        self.graph = copied(program.module.graph)
+        self.graph = copy_graph(program.module.graph)
         self.padded: dict[Value, fx.Node] = {}
         self.plain: dict[Value, fx.Node] = {}
 
@@ -589,11 +589,11 @@ class _Padding:
                     )
         return node
 
-    def _new(self, beside: fx.Node, target: Any, *arguments: Any, **more: Any) -> fx.Node:
-        node = computed(self.graph, target, arguments, more)
+    def _new(self, near: fx.Node, target: Any, *arguments: Any, **more: Any) -> fx.Node:
+        node = add_call(self.graph, target, arguments, more)
         for key in ("nn_module_stack", "stack_trace"):
-            if key in beside.meta:
-                node.meta[key] = beside.meta[key]
+            if key in near.meta:
+                node.meta[key] = near.meta[key]
         return node
 
     # -- nodes -------------------------------------------------------------------------------------
@@ -634,14 +634,14 @@ class _Padding:
     def _leave_out_copies(self, node: fx.Node) -> None:
         """Have a node that sums padded rows sum those alone that are no copies."""
         notes, spread = self.spread.notes, self.spread
-        spec, factors = notes.specs[node.name], notes.factors[node.name]
+        rule, factors = notes.specs[node.name], notes.factors[node.name]
         rows = {f for f, atoms in factors.items() if any(a.number in spread.rows for a in atoms)}
-        summed = spread.summed_rows(node, spec, rows)
-        if not summed or node.target in NEW_FILLS or spec.attends is not None:
+        summed = spread.summed_rows(node, rule, rows)
+        if not summed or node.target in NEW_FILLS or rule.attends is not None:
             return
         operands = operands_of(node)
         if node.target in _MATMULS:
-            for index in sorted({linear_operand(spec, f) or 0 for f in summed}):
+            for index in sorted({linear_operand(rule, f) or 0 for f in summed}):
                 self._mask_copies(node, operands[index], 0)
             return
         target = operands[1] if node.target in _OF_CLASSES else None
@@ -680,7 +680,7 @@ class _Padding:
         assert pads, f"{operand} has no copies that {node} could leave out"
         with self.graph.inserting_before(node):
             for pad in pads:
-                index = made(
+                index = add_node(
                     self.graph,
                     aten.arange.default,
                     (pad.padded,),
@@ -726,11 +726,11 @@ class _Padding:
             assert list(shape_of(result)) == shape, (node.format_node(), shape_of(result), shape)
 
 
-def linear_operand(spec: OpShardingRule, factor: str) -> int | None:
+def linear_operand(rule: OpShardingRule, factor: str) -> int | None:
     """Return which operand has a factor and makes the results zero where it is; None if none."""
-    for index, dims in enumerate(spec.operands):
+    for index, dims in enumerate(rule.operands):
         has_factor = dims is not None and any(factor in dim for dim in dims)
-        if has_factor and frozenset({index}) in spec.linear:
+        if has_factor and frozenset({index}) in rule.linear:
             return index
     return None
 
@@ -749,7 +749,7 @@ def _is_finite(node: fx.Node) -> bool:
         return bool(bound(node)["exponent"] in (1, 2, 3))
     if node.target is aten.rsqrt.default:
         return _is_positive(node.args[0])
-    known = (_MOVES, _FINITE, _MATMULS, _NORMS, _SOFTMAXES, _SUMS, _MEANS, _OF_CLASSES)
+    known = (_REORDERS, _FINITE, _MATMULS, _NORMS, _SOFTMAXES, _SUMS, _MEANS, _OF_CLASSES)
     return node.target in (aten.dropout.default, experts_op) or any(node.target in x for x in known)
 
 

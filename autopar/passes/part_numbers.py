@@ -15,7 +15,7 @@ from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS
 aten = torch.ops.aten
 
 COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
-MOVES = (
+REORDERS = (
     aten.unsqueeze.default,
     aten.reshape.default,
     aten.view.default,
@@ -29,7 +29,7 @@ _SHAPED = frozenset(  # their arguments are shapes and places
         *NEW_FILLS,
         *DRAWS,
         *COUNTS,
-        *MOVES,
+        *REORDERS,
         aten._unsafe_view.default,
         aten.slice.Tensor,
         aten.repeat.default,
@@ -45,11 +45,11 @@ _VALUED = frozenset(  # their arguments are numbers to compute with
 )
 
 
-def take_numbers(node: fx.Node, whole: fx.Node) -> bool:
+def take_numbers(node: fx.Node, full_batch: fx.Node) -> bool:
     """Give a call of a part the numbers that it computes with in a step of the whole batch. Return
     whether that is known: an argument may depend on the number of rows in another way.
     """
-    for place, (own, other) in enumerate(zip(node.args, whole.args, strict=True)):
+    for place, (own, other) in enumerate(zip(node.args, full_batch.args, strict=True)):
         if isinstance(own, fx.Node) or str(own) == str(other):
             continue
         fills = node.target in (*FILLS, *NEW_FILLS, *DRAWS)  # of a shape, and numbers
@@ -57,4 +57,4 @@ def take_numbers(node: fx.Node, whole: fx.Node) -> bool:
             node.update_arg(place, other)
         elif node.target not in _SHAPED:
             return False
-    return str(node.kwargs) == str(whole.kwargs)
+    return str(node.kwargs) == str(full_batch.kwargs)

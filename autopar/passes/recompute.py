@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import block_of, blocks, stored
+from autopar.ir.graph import block_of, blocks, stored_nodes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, same_inputs
 from autopar.ir.sharding_rule import OpShardingRule
@@ -143,7 +143,7 @@ def _lighter_groups(program: Program, plan: Plan) -> list[_Group]:
     groups = []
     for group in _rerun_groups(program, frozenset(plan.rerun) - {*plan.recompute}):
         products = [gathers.pop(node) for node in group.nodes if node in gathers]
-        fetches = [node for product in products for node in product.nodes[:-1]]
+        fetches = [node for matmul in products for node in matmul.nodes[:-1]]
         again = group.again.union(fetches)
         groups.append(_Group(group.target, (*fetches, *group.nodes), again))
     return [*gathers.values(), *groups]
@@ -155,7 +155,7 @@ def _regather_groups(program: Program, names: frozenset[str]) -> list[_Group]:
     them. Biases and the like are left out, as autograd does not save them.
     """
     rules = _sharding_rules(program)
-    on_stored, groups = stored(program), []
+    on_stored, groups = stored_nodes(program), []
     for node in program.module.graph.nodes if names else ():
         if node.op != "call_function" or node in on_stored or "step" in node.meta:
             continue
@@ -176,20 +176,20 @@ def _rerun_groups(program: Program, names: frozenset[str]) -> list[_Group]:
     nodes, rules = program.module.graph.nodes, _sharding_rules(program)
     return [
         _Group(rerun_in_backward, *group)
-        for group in selective_groups(nodes, names, rules, stored(program))
+        for group in selective_groups(nodes, names, rules, stored_nodes(program))
     ]
 
 
-def _fetch_ops(product: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
+def _fetch_ops(matmul: fx.Node, fixed: set[fx.Node]) -> list[fx.Node]:
     """Return the ops between stored weights and the matmul, in the order of the graph."""
-    consumers = {product}
-    pending = [n for n in product.all_input_nodes if _is_matrix(n)]
+    consumers = {matmul}
+    pending = [n for n in matmul.all_input_nodes if _is_matrix(n)]
     while pending:
         node = pending.pop()
         if node.op == "call_function" and node in fixed and consumers.issuperset(node.users):
             consumers.add(node)
             pending.extend(node.all_input_nodes)
-    return sorted(consumers - {product})
+    return sorted(consumers - {matmul})
 
 
 def _is_matrix(node: fx.Node) -> bool:

@@ -138,7 +138,7 @@ def _numbered(graph: fx.Graph) -> dict[str, int]:
 
 
 class _Rewriter:
-    """Emits the graph of one rank; `made` holds the node of each (value, layout), to be shared."""
+    """Emits the graph of one rank; `resharded` holds the node of each (value, layout), shared."""
 
     def __init__(self, program: Program, world: World, inputs: dict[str, Layout]) -> None:
         assert program.plan is not None and program.annotations is not None

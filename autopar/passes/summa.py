@@ -116,23 +116,23 @@ _COLLECTIVES: tuple[tuple[Literal["broadcast", "reduce"], bool], ...] = (
 
 
 def _replace(
-    graph: fx.Graph, node: fx.Node, product: _GatheredMatmul, axes: tuple[str, str], mesh: str
+    graph: fx.Graph, node: fx.Node, matmul: _GatheredMatmul, axes: tuple[str, str], mesh: str
 ) -> None:
     """Put a `summa_linear` in the place of a matmul. Its `meta["inside"]` lists the collectives
     that it sends, for the cost model.
     """
     placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     coordinates = [placeholders[f"coordinate_{axis}"] for axis in axes]
-    x, weight = product.x.all_input_nodes[0], product.weight.all_input_nodes[0]
+    x, weight = matmul.x.all_input_nodes[0], matmul.weight.all_input_nodes[0]
     with graph.inserting_before(node):
-        arguments = (x, weight, product.bias, *axes, mesh, coordinates, product.transposed)
-        wide = {k: v for k, v in product.weight.kwargs.items() if k == "reduce_dtype"}
+        arguments = (x, weight, matmul.bias, *axes, mesh, coordinates, matmul.transposed)
+        wide = {k: v for k, v in matmul.weight.kwargs.items() if k == "reduce_dtype"}
         new = graph.call_function(sharded.summa_linear, arguments, wide)
     new.meta = dict(node.meta)
-    places = (1, 2) if product.transposed else (0, 1)  # of X and W among the operands
+    places = (1, 2) if matmul.transposed else (0, 1)  # of X and W among the operands
     moved = [
         (Part.all(place, gathered.meta["step"].after), axis, gathered.meta["element"])
-        for place, gathered, axis in zip(places, (product.x, product.weight), reversed(axes))
+        for place, gathered, axis in zip(places, (matmul.x, matmul.weight), reversed(axes))
     ]
     new.meta["inside"] = [
         moving(kind, part, (axis,), late, element.of(kind, late))

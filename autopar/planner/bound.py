@@ -42,8 +42,8 @@ from autopar.ir.progress import tell
 from autopar.ir.strategy import AxisChoice, Slot
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
+    INVARIANT,
     REPLICATED,
-    WHOLE,
     Edge,
     Frame,
     Kind,
@@ -111,7 +111,7 @@ def lower_bounds(
 
 
 @without_collection()
-def bounded(
+def bound_candidates(
     program: Program,
     candidates: Sequence[Candidate],
     world: World,
@@ -229,7 +229,7 @@ def _joint_choices(variable: Variable, left: Joint, position: int) -> Choices:
 def _stored_choice(variable: Variable, state: int) -> AxisChoice:
     """Return the choice that gives a stored tensor this state on one axis."""
     if state < FIRST_SLOT:
-        return I if state == WHOLE else R
+        return I if state == INVARIANT else R
     dim, place = variable.slots[state - FIRST_SLOT]
     return Slot(str(dim), place)
 
@@ -246,7 +246,7 @@ class Message(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class _End:
     """An edge as one of its variables sees it: the state of each own option (`mine`) and of each
-    option of the other variable (`theirs`), in `states`; `moves`: the reshards between them;
+    option of the other variable (`theirs`), in `states`; `reshards`: those between them;
     `look`: an identity of all these.
     """
 
@@ -255,23 +255,23 @@ class _End:
     mine: tuple[int, ...]
     theirs: tuple[int, ...]
     states: tuple[int, ...]
-    moves: ReshardBounds
+    reshards: ReshardBounds
     look: int
 
-    def across(self, given: Floats) -> Floats:
+    def across(self, costs: Floats) -> Floats:
         """Return costs over the states at this end as costs over the states at the other: a new
         array.
         """
-        given = self.moves.push(given) if self.makes else self.moves.pull(given)
-        return only(given, self.theirs, self.states)
+        costs = self.reshards.push(costs) if self.makes else self.reshards.pull(costs)
+        return only(costs, self.theirs, self.states)
 
 
 class _Look(NamedTuple):
     """The states and reshards that edges which look alike share: see _End."""
 
-    made: tuple[int, ...]
+    produced: tuple[int, ...]
     wanted: tuple[int, ...]
-    moves: ReshardBounds
+    reshards: ReshardBounds
     number: int
 
 
@@ -291,7 +291,7 @@ class Bound:
         `twins`: by id of a variable of this frame, the variable of the shorter frame like it.
         """
         self.frame, self.costs, self.meshes = frame, costs, costs.meshes
-        self.live = [v for v in frame.variables if not v.is_leaf]
+        self.inner = [v for v in frame.variables if not v.is_leaf]
         self._place = {id(v): i for i, v in enumerate(frame.variables)}
         self._inward: dict[int, Rated] = {} if start is None else start._inward
         self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
@@ -302,7 +302,7 @@ class Bound:
         self._count = 0
         self._known: dict[Hashable, tuple[Bounds, list[Message]]] = {}
         self._folded: dict[Hashable, Rated] = {} if start is None else start._folded
-        for variable in self.live:
+        for variable in self.inner:
             self._rated[id(variable)] = self._with_leaves(variable)
         self._grain = self._grain_of(self._least_alone())
         if start is not None and twins is not None:
@@ -322,13 +322,13 @@ class Bound:
         numbers = (self._rated[id(edge.maker)].number, self._rated[id(edge.user)].number)
         key = (edge.look, *numbers)
         if key not in self._looks:
-            made = self._states(edge.kind, edge.made, edge.maker)
+            produced = self._states(edge.kind, edge.produced, edge.maker)
             wanted = self._states(edge.kind, edge.wanted, edge.user)
-            moves = self._moves_of(edge.kind, made, wanted)
-            self._looks[key] = _Look(made, wanted, moves, len(self._looks) + 1)
-        made, wanted, moves, look = self._looks[key]
-        mine, theirs = (made, wanted) if makes else (wanted, made)
-        return _End(edge, makes, mine, theirs, moves.states, moves, look)
+            reshards = self._reshards_of(edge.kind, produced, wanted)
+            self._looks[key] = _Look(produced, wanted, reshards, len(self._looks) + 1)
+        produced, wanted, reshards, look = self._looks[key]
+        mine, theirs = (produced, wanted) if makes else (wanted, produced)
+        return _End(edge, makes, mine, theirs, reshards.states, reshards, look)
 
     def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
         """Return the states of the remaining options; I and R are one where no gradient flows."""
@@ -336,17 +336,17 @@ class Bound:
         return tuple(
             remaining
             if kind.element.gradient
-            else (REPLICATED if s == WHOLE else s for s in remaining)
+            else (REPLICATED if s == INVARIANT else s for s in remaining)
         )
 
-    def _moves_of(
-        self, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
+    def _reshards_of(
+        self, kind: Kind, produced: tuple[int, ...], wanted: tuple[int, ...]
     ) -> ReshardBounds:
-        key, known = (kind, frozenset(made), frozenset(wanted)), self.meshes.reshards
+        key, known = (kind, frozenset(produced), frozenset(wanted)), self.meshes.reshards
         if key not in known:
-            known[key] = ReshardBounds(kind, frozenset(made), frozenset(wanted), self.meshes)
-        moves: ReshardBounds = known[key]
-        return moves
+            known[key] = ReshardBounds(kind, frozenset(produced), frozenset(wanted), self.meshes)
+        reshards: ReshardBounds = known[key]
+        return reshards
 
     def _with_leaves(self, variable: Variable) -> Rated:
         """Return a variable's rated options plus the least costs of parameters with one use that it
@@ -363,8 +363,8 @@ class Bound:
             seconds = own.seconds
             for end in leaves:
                 seconds = seconds + self._of_leaf(end)
-            for kind, made, wanted in variable.handed:
-                seconds = seconds + self._of_output(variable, kind, made, wanted)
+            for kind, produced, wanted in variable.handed:
+                seconds = seconds + self._of_output(variable, kind, produced, wanted)
             number = len(self._folded) + 1
             self._folded[key] = Rated(number, own.options, np.minimum(seconds, BIG))
         return self._folded[key]
@@ -372,33 +372,35 @@ class Bound:
     def _of_leaf(self, end: _End) -> Floats:
         """Return the cost of the best way to store a parameter, by the option of its user."""
         stored = least(self._rated[id(end.edge.maker)].seconds, end.theirs, end.states)
-        return spread(end.moves.push(stored), end.mine, end.states)
+        return spread(end.reshards.push(stored), end.mine, end.states)
 
     def _of_output(
-        self, variable: Variable, kind: Kind, made: tuple[int, ...], wanted: tuple[int, ...]
+        self, variable: Variable, kind: Kind, produced: tuple[int, ...], wanted: tuple[int, ...]
     ) -> Floats:
         """Return the cost of the best layout of an output, by the option of the variable that it is
         taken from.
         """
-        own_states = self._states(kind, made, variable)
+        own_states = self._states(kind, produced, variable)
         output_states = tuple(
-            s if kind.element.gradient or s != WHOLE else REPLICATED for s in wanted
+            s if kind.element.gradient or s != INVARIANT else REPLICATED for s in wanted
         )
-        moves = self._moves_of(kind, own_states, output_states)
+        reshards = self._reshards_of(kind, own_states, output_states)
         free = np.zeros(
-            (len(moves.states),) * self.meshes.axis_count + (self.meshes.mesh_count,), np.float32
+            (len(reshards.states),) * self.meshes.axis_count + (self.meshes.mesh_count,), np.float32
         )
-        return spread(moves.pull(only(free, output_states, moves.states)), own_states, moves.states)
+        return spread(
+            reshards.pull(only(free, output_states, reshards.states)), own_states, reshards.states
+        )
 
     def _take_over(self, other: Bound, twins: Twins) -> None:
         """Start from the messages of a bound on the shorter frame."""
         arrived = {
             (id(v), end.look, end.makes, _beyond(end)): message
-            for v in other.live
+            for v in other.inner
             for end in other._ends[id(v)]
             if (message := other._messages.get((id(end.edge), end.makes))) is not None
         }
-        for variable in self.live:
+        for variable in self.inner:
             for end in self._ends[id(variable)]:
                 key = (id(twins[id(variable)]), end.look, end.makes, _beyond(end, twins))
                 if key in arrived:
@@ -409,7 +411,7 @@ class Bound:
     def _least_alone(self) -> Bounds:
         """Return the sum of each variable's own least cost: the bound without any message."""
         return sum(
-            (self._lowest(self._rated[id(v)].seconds).astype(np.float64) for v in self.live),
+            (self._lowest(self._rated[id(v)].seconds).astype(np.float64) for v in self.inner),
             np.zeros(self.meshes.mesh_count),
         )
 
@@ -424,10 +426,10 @@ class Bound:
         bounds = np.zeros(self.meshes.mesh_count)
         for _ in range(rounds):
             self._known.clear()  # the last round's updates: few come again
-            for variable in self.live:
+            for variable in self.inner:
                 self._update(variable, forwards=True)
             bounds = np.zeros(self.meshes.mesh_count)
-            for variable in reversed(self.live):
+            for variable in reversed(self.inner):
                 bounds += self._update(variable, forwards=False)
             self._grain = self._grain_of(bounds)
         return bounds
@@ -520,7 +522,7 @@ class Bound:
         """
         near_options: dict[str, Joint] = {}
         options_by_look: dict[Hashable, Joint] = {}
-        for variable in self.live:
+        for variable in self.inner:
             own = self._rated[id(variable)]
             ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
             key = (own.number, own.options, tuple((e.look, self._arrived(e)[0]) for e in ends))
@@ -544,7 +546,7 @@ class Bound:
         """Return the bounds of a parameter with one use, given those of its user."""
         own = self._rated[id(end.edge.maker)]
         user_costs = np.where(total < HALF, total - self._of_leaf(end), BIG)
-        user = end.moves.pull(least(user_costs, end.mine, end.states))
+        user = end.reshards.pull(least(user_costs, end.mine, end.states))
         return np.minimum(own.seconds + spread(user, end.theirs, end.states), BIG)
 
 

@@ -31,13 +31,18 @@ from autopar.passes import PIPELINE
 from autopar.passes import recompute as recomputing
 from autopar.passes.microbatches import Parts
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.part_plans import interleave_parts, sum_each_part, sums_once
+from autopar.planner.part_plans import (
+    gathers_once,
+    interleave_parts,
+    sum_each_part,
+    sums_once,
+)
 from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.plan_notes import (
     expert_notes,
     idle_note,
     padding_notes,
-    replicated,
+    replicated_matmuls,
     uneven_notes,
 )
 from autopar.planner.rematerialize import rematerialize_to_fit
@@ -70,7 +75,8 @@ def fit_to_memory(
         larger=partial(larger_world, chosen, chosen.plan, request),
     )
     program = manager.run("recompute", program, step, recomputing.check)
-    program = interleave_parts(sums_once(program, request), world, request)
+    program = gathers_once(sums_once(program, request), world, request)
+    program = interleave_parts(program, world, request)
     assert program.plan is not None
     return dataclasses.replace(program, plan=_reserve_flight_bytes(program.plan, request))
 
@@ -116,7 +122,9 @@ def _with_reasons(
     notes += expert_notes(chosen, plan)
     sentences = plan.unsplit
     if request.layout == "auto":
-        idle = [each for each in replicated(chosen, plan.mesh, plan.choices) if each.divides]
+        idle = [
+            each for each in replicated_matmuls(chosen, plan.mesh, plan.choices) if each.divides
+        ]
         if idle:
             seconds = compute_seconds_by_node(program, world)
             notes = (*notes, idle_note(chosen, plan, idle, seconds))

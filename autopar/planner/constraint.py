@@ -98,11 +98,11 @@ class Constraint:
         if roles is None:
             return [list(choices) for choices in per_axis]
         return [
-            self.narrow_one(role, rule, factors, choices) or list(choices)
+            self.narrow_axis(role, rule, factors, choices) or list(choices)
             for role, choices in zip(roles, per_axis, strict=True)
         ]
 
-    def narrow_one(
+    def narrow_axis(
         self, role: Role, rule: OpShardingRule, factors: Factors, choices: Sequence[AxisChoice]
     ) -> list[AxisChoice]:
         """Return the choices that a role leaves of one axis; the list may be empty."""
@@ -233,13 +233,13 @@ class Constraint:
 
 
 class Offered(NamedTuple):
-    """What the axes may do at a node: per axis the choices `kept` of `every` choice, or one of
+    """What the axes may do at a node: per axis the choices `allowed` of `every` choice, or one of
     the `joint` choices. `free`: the layout asks nothing of the node.
     """
 
     free: bool
     every: Sequence[Sequence[AxisChoice]] = ()
-    kept: Sequence[Sequence[AxisChoice]] = ()
+    allowed: Sequence[Sequence[AxisChoice]] = ()
     joint: tuple[tuple[AxisChoice, ...], ...] | None = None
 
     def legal(
@@ -256,16 +256,16 @@ class Offered(NamedTuple):
         node_facts = rule, factors, mesh, operand_shapes, result_shapes
         if self.joint is not None:
             return strategies(*node_facts, self.joint, may_idle=True, all_orders=True)
-        legal = strategies(*node_facts, itertools.product(*self.kept), not self.free)
+        legal = strategies(*node_facts, itertools.product(*self.allowed), not self.free)
         return legal or strategies(*node_facts, itertools.product(*self._eased()), not self.free)
 
     def _eased(self) -> list[list[AxisChoice]]:
         return [
             [
-                *kept_choices,
-                *(c for c in all_choices if c not in kept_choices and not isinstance(c, Slot)),
+                *allowed_choices,
+                *(c for c in all_choices if c not in allowed_choices and not isinstance(c, Slot)),
             ]
-            for kept_choices, all_choices in zip(self.kept, self.every, strict=True)
+            for allowed_choices, all_choices in zip(self.allowed, self.every, strict=True)
         ]
 
 

@@ -24,14 +24,14 @@ class Contender:
 
     solve.py makes it: `deep` is the program with its runs of equal blocks, `least_step` the seconds
     of its step if all that can overlap does. fit.py finds some at a `price` of the bytes that they
-    hold, `held_bytes`, and fills in `memory`, the `repeated` seconds of what the backward runs
+    hold, `priced_bytes`, and fills in `memory`, the `repeated` seconds of what the backward runs
     again, and `rungs`, what else it could run again.
     """
 
     deep: DeepModel
     least_step: float = math.nan
     price: Price | None = None
-    held_bytes: float = math.nan
+    priced_bytes: float = math.nan
     memory: Memory | None = None
     repeated: float = 0.0
     rungs: RematerializationSearch | None = None

@@ -69,8 +69,8 @@ def in_fastest_division(
         return attempt(None, microbatches)
     best, refused = _plan_or_error(in_fastest_parts, partial(attempt, None), rows)
     if layout == "auto" and pipelines:
-        asked = Stages(schedule="auto")
-        staged, error = _plan_or_error(with_stages, attempt, world, asked, "auto", rows, best)
+        requested = Stages(schedule="auto")
+        staged, error = _plan_or_error(with_stages, attempt, world, requested, "auto", rows, best)
         refused = refused or error
         worthwhile = math.inf if best is None else _WORTHWHILE * best.step_seconds
         if staged is not None and staged.step_seconds <= worthwhile:
@@ -127,7 +127,7 @@ def _counts(rows: int) -> Iterator[int]:
 def with_stages(
     attempt: Attempt,
     world: World,
-    asked: Stages,
+    requested: Stages,
     microbatches: Microbatches,
     rows: int,
     best: Plan | None = None,
@@ -137,12 +137,12 @@ def with_stages(
     whose bubble alone makes them slower are not planned. Raises what the attempt with the least
     number of stages raises, where no other succeeds.
     """
-    if not is_open(asked, microbatches):
+    if not is_open(requested, microbatches):
         assert microbatches != "auto"
-        return attempt(asked, microbatches)
+        return attempt(requested, microbatches)
     counts = [n for n in range(2, world.ranks + 1) if world.ranks % n == 0]
-    if asked.count != "auto":
-        counts = [asked.count]
+    if requested.count != "auto":
+        counts = [requested.count]
     if best is not None:
         limit = _WORTHWHILE * best.step_seconds
         counts = [n for n in counts if _least(best, n, rows) <= limit]
@@ -150,7 +150,7 @@ def with_stages(
     refused: AutoparError | None = None
     failed = 0  # numbers of stages since the last one that was faster than all before it
     for count in counts:
-        stages = dataclasses.replace(asked, count=count)
+        stages = dataclasses.replace(requested, count=count)
         plan, error = _plan_or_error(_in_fastest_number, attempt, stages, microbatches, rows)
         refused = refused or error
         failed += 1
@@ -164,9 +164,9 @@ def with_stages(
         reason = "a pipeline has 2 or more ranks, and this world has fewer"
         if best is not None:
             reason = "no number of stages can be faster than none"
-        raise refused or LayoutError(f"{asked}: {reason}")
+        raise refused or LayoutError(f"{requested}: {reason}")
     quick = min(found, key=lambda plan: plan.step_seconds)
-    return attempt(Stages.of(quick, asked.within), quick.microbatches)
+    return attempt(Stages.of(quick, requested.within), quick.microbatches)
 
 
 def _least(best: Plan, count: int, rows: int) -> float:

@@ -147,7 +147,7 @@ class _Checker:
             if not per_axis[-1]:
                 raise PlanError(
                     f"{where(node)}: the plan lays {text}, which no way to run it does on axis "
-                    f"{axis.name} of {axis.size}. There it may be {_ways_text(options)}"
+                    f"{axis.name} of {axis.size}. There it may be {_strategies_text(options)}"
                 )
         legal = self._strategies(node, self.mesh, per_axis)
         same = [x for x in legal if (x.operands, x.results) == (choice.operands, choice.results)]
@@ -245,8 +245,8 @@ class _Checker:
                 )
             self._placed(f"output {number} is handed out", entry.node, layout, I)
 
-    def _placed(self, what: str, name: str, layout: Layout, whole: State) -> None:
-        """Check a layout in which every axis has the state `whole` or holds a digit."""
+    def _placed(self, what: str, name: str, layout: Layout, unsplit: State) -> None:
+        """Check a layout in which every axis has the state `unsplit` or holds a digit."""
         node = self.nodes[name]
         dims, shape = self.notes.dims[producer(node)], shape_of(value_of(node))
         if layout.shape != shape:
@@ -260,12 +260,12 @@ class _Checker:
                 f"{_layout(layout.plain_part())} could be"
             )
         names = {state.dim for state in layout.states if state.kind == "S"}
-        choices = [self._slots(dims, axis, whole, names) for axis in self.mesh.axes]
-        if layout in placements(dims, shape, self.mesh, whole, itertools.product(*choices)):
+        choices = [self._slots(dims, axis, unsplit, names) for axis in self.mesh.axes]
+        if layout in placements(dims, shape, self.mesh, unsplit, itertools.product(*choices)):
             return
         allowed = []
         for axis in self.mesh.axes:
-            layouts = placements(dims, shape, Mesh((axis,)), whole)
+            layouts = placements(dims, shape, Mesh((axis,)), unsplit)
             states = dict.fromkeys(_state(x.states[0]) for x in layouts)
             allowed.append(f"on axis {axis.name} of {axis.size}: {', '.join(states)}")
         raise PlanError(
@@ -273,10 +273,10 @@ class _Checker:
             f"{'; '.join(allowed)}; axes that share a dim take disjoint digits of it"
         )
 
-    def _slots(self, dims: object, axis: Axis, whole: State, names: set[int]) -> list[AxisChoice]:
+    def _slots(self, dims: object, axis: Axis, unsplit: State, names: set[int]) -> list[AxisChoice]:
         assert isinstance(dims, tuple)
         return [
-            whole,
+            unsplit,
             *(
                 Slot(str(dim), place)
                 for dim in sorted(names)
@@ -350,7 +350,7 @@ def _text(operands: Sequence[Layout | None], results: Sequence[Layout]) -> str:
     return f"{' '.join(map(_layout, operands))} -> {' '.join(map(_layout, results))}"
 
 
-def _ways_text(strategies: list[Strategy]) -> str:
+def _strategies_text(strategies: list[Strategy]) -> str:
     texts = dict.fromkeys(f"{_splits(x)[0]}: {_text(x.operands, x.results)}" for x in strategies)
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join([*texts][:_SHOWN]) + more

@@ -71,19 +71,19 @@ def mini_buckets(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float, 
     which the bound settles them.
     """
     memo: Memo = {}
-    held: list[list[Table]] = [[] for _ in sizes]
+    fixed: list[list[Table]] = [[] for _ in sizes]
     _, order, _ = simulate_order(sizes, neighbours_of(sizes, tables), table_size)
     place = {variable: i for i, variable in enumerate(order)}
     bound = math.fsum(float(table.costs) for table in tables if not table.variables)
 
     def enter(table: Table) -> None:
-        held[min(table.variables, key=lambda v: place[v])].append(table)
+        fixed[min(table.variables, key=lambda v: place[v])].append(table)
 
     for table in tables:
         if table.variables:
             enter(table)
     for variable in order:
-        for group in _groups(held[variable], sizes):
+        for group in _groups(fixed[variable], sizes):
             around = tuple(sorted({v for t in group for v in t.variables} - {variable}))
             costs, _ = eliminate(variable, around, group, sizes, memo)
             if around:
@@ -92,7 +92,7 @@ def mini_buckets(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float, 
                 bound += float(costs)
     values = [0] * len(sizes)
     for variable in reversed(order):
-        values[variable] = _best_value(variable, held[variable], sizes, values)
+        values[variable] = _best_value(variable, fixed[variable], sizes, values)
     return bound, values
 
 
@@ -130,21 +130,21 @@ def descend(
     """
     values, cost = list(values), total_cost(tables, values)
     memo: Memo = {}
-    times_held, slices = [0] * len(sizes), Slices()
+    times_fixed, slices = [0] * len(sizes), Slices()
     turns_without_gain = 0
     for _ in range(_TURNS):
-        held, order = _cut_set(sizes, tables, times_held)
-        sliced = [slices.at(table, held, values) for table in tables]
+        fixed, order = _cut_set(sizes, tables, times_fixed)
+        sliced = [slices.at(table, fixed, values) for table in tables]
         _, turned = minimise(sizes, sliced, memo, order)
-        turned = [values[v] if v in held else value for v, value in enumerate(turned)]
+        turned = [values[v] if v in fixed else value for v, value in enumerate(turned)]
         turned_cost = total_cost(tables, turned)
         turns_without_gain = 0 if turned_cost < cost * (1 - _GAIN) else turns_without_gain + 1
         if turned_cost < cost:
             values, cost = turned, turned_cost
-        if not held or turns_without_gain == _PATIENCE:
+        if not fixed or turns_without_gain == _PATIENCE:
             break
-        for variable in held:
-            times_held[variable] += 1
+        for variable in fixed:
+            times_fixed[variable] += 1
     return cost, values
 
 
@@ -169,7 +169,7 @@ class Slices:
 
 
 def _cut_set(
-    sizes: Sequence[int], tables: Sequence[Table], times_held: Sequence[int]
+    sizes: Sequence[int], tables: Sequence[Table], times_fixed: Sequence[int]
 ) -> tuple[set[int], list[int]]:
     """Return variables without which no elimination takes a large table, and an order of the
     others. Where the smallest table would be large, the variable of that table is held that was
@@ -179,7 +179,7 @@ def _cut_set(
     queue = [(table_size(v, sizes, neighbours), v) for v in range(len(sizes))]
     heapq.heapify(queue)
     gone: set[int] = set()
-    held: set[int] = set()
+    fixed: set[int] = set()
     order: list[int] = []
     while queue:
         size, variable = heapq.heappop(queue)
@@ -191,9 +191,9 @@ def _cut_set(
         around = neighbours[variable]
         if size[0] > _LARGEST:
             leaving = min(
-                {variable, *around}, key=lambda v: (times_held[v], -len(neighbours[v]), v)
+                {variable, *around}, key=lambda v: (times_fixed[v], -len(neighbours[v]), v)
             )
-            held.add(leaving)
+            fixed.add(leaving)
             changed = set(neighbours[leaving])
         else:
             leaving, changed = variable, set(around)
@@ -206,4 +206,4 @@ def _cut_set(
             heapq.heappush(queue, (table_size(other, sizes, neighbours), other))
         if leaving != variable:
             heapq.heappush(queue, (table_size(variable, sizes, neighbours), variable))
-    return held, order
+    return fixed, order

@@ -235,7 +235,7 @@ class Search:
             results[0].dtype,
             gradient,
             None if self.price is None else self.price.memory.of(node),
-            str(offered.kept) if offered.joint is None else offered.joint,
+            str(offered.allowed) if offered.joint is None else offered.joint,
             offered.free,
         )
         options = self.known.find(key)

@@ -76,7 +76,7 @@ def fit(model: ShortenedModel, contenders: Sequence[Contender], request: PlanReq
 def _fit_to_aim(contenders: Sequence[Contender], under: LimitedSearch) -> Program:
     """Return what `fit` does, for the aim of a search."""
     for contender in contenders if len(contenders) > 1 else ():
-        if (fitting := under.dropping_nothing(contender)) is not None:
+        if (fitting := under.without_rematerialization(contender)) is not None:
             return fitting
     least = min(contenders, key=lambda each: each.plan.seconds)
     fastest = under.best(least)
@@ -272,7 +272,7 @@ class LimitedSearch:
                 self._known_rungs[chosen] = RematerializationSteps(emitted, self.world, self.aim)
         return self._known_rungs[chosen]
 
-    def dropping_nothing(self, chosen: Contender) -> Program | None:
+    def without_rematerialization(self, chosen: Contender) -> Program | None:
         """Return the program of a contender with its exact memory if it fits as it is, else
         None.
         """
@@ -358,7 +358,7 @@ class LimitedSearch:
         step, was_enough = _STEP, False
         for _ in range(_TRIES):
             plans.append(self._at(Price(self.saved, price)))
-            enough = besides + plans[-1].held_bytes <= self.aim.memory_bytes
+            enough = besides + plans[-1].priced_bytes <= self.aim.memory_bytes
             step = step**0.5 if enough != was_enough else step
             price, was_enough = (price / step if enough else price * step), enough
         return plans
@@ -374,8 +374,8 @@ class LimitedSearch:
         """
         deep = self.regathering.chosen(plan, self.request)
         assert deep.program.plan is not None
-        held_bytes = activation_bytes(self.saved, deep.program.plan)
-        return Contender(deep, price=price, held_bytes=held_bytes)
+        priced_bytes = activation_bytes(self.saved, deep.program.plan)
+        return Contender(deep, price=price, priced_bytes=priced_bytes)
 
     def _once(self, priced: Contender) -> Contender:
         """Return the contender with the seconds of a step in which nothing runs twice."""
@@ -388,7 +388,9 @@ class LimitedSearch:
         missing bytes is recomputed, at a third of their computation.
         """
         assert self.aim.memory_bytes is not None
-        missing = max(0.0, besides + priced.held_bytes - self.aim.memory_bytes) / priced.held_bytes
+        missing = (
+            max(0.0, besides + priced.priced_bytes - self.aim.memory_bytes) / priced.priced_bytes
+        )
         return priced.plan.seconds * (1 + missing / 3)
 
     def _refined(self, priced: Contender) -> Contender | None:
@@ -409,7 +411,7 @@ def _price_of(priced: Contender) -> float:
 
 def _paid(priced: Contender) -> float:
     """Return the seconds of a step plus the price of the bytes held."""
-    return priced.plan.seconds + _price_of(priced) * priced.held_bytes
+    return priced.plan.seconds + _price_of(priced) * priced.priced_bytes
 
 
 def _on_rung(deep: DeepModel, tried: TriedRematerialization) -> DeepModel:

@@ -25,7 +25,7 @@ from autopar.ir.dim_roles import (
     parameter_products,
     weight_matmuls,
 )
-from autopar.ir.graph import module_path, remembered
+from autopar.ir.graph import module_path, remember
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS
@@ -76,7 +76,7 @@ def meshes_with_rules(
     LayoutError where none fits.
     """
     reads = program.annotations, program.signature
-    facts = remembered(program.module.graph, "facts", reads, partial(_Facts.of, program))
+    facts = remember(program.module.graph, "facts", reads, partial(_Facts.of, program))
     kinds, letters = facts.kinds, facts.letters
     if isinstance(layout, Mapping):
         yield _hybrid(layout, ranks, kinds, letters, program)

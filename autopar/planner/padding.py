@@ -30,9 +30,9 @@ from torch import fx
 from autopar.cost.simulator import bucket_seconds
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.dim_roles import dim_kinds
-from autopar.ir.graph import producer, remembered
+from autopar.ir.graph import producer, remember
 from autopar.ir.layout import I, Layout, S
-from autopar.ir.padding import Pad, Pads, plain_shards, resized
+from autopar.ir.padding import Pad, Pads, plain_shards, resize
 from autopar.ir.plan import Choice, Padding, Plan
 from autopar.ir.program import Atom, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of
@@ -297,16 +297,16 @@ def _searched_padded(
     """
     wide = _annotated(program, sizes)
     # first as if plain Shards could hold any part, to see which axes split the dims
-    found = search(dataclasses.replace(wide, padding=_UNPADDED))
-    fitted = _fitted(wide, found)
+    planned = search(dataclasses.replace(wide, padding=_UNPADDED))
+    fitted = _fitted(wide, planned)
     if not fitted:
         return None
-    if fitted == sizes and _is_storable(wide, found):
-        return _with_notes(dataclasses.replace(found, padding=wide.padding), program, sizes)
+    if fitted == sizes and _is_storable(wide, planned):
+        return _with_notes(dataclasses.replace(planned, padding=wide.padding), program, sizes)
     narrow = _annotated(program, fitted)
     chosen = None
-    if fitted.keys() == sizes.keys() and not _cuts_anew(program, sizes, fitted):
-        chosen = _carried_over(found, wide, narrow, world)
+    if fitted.keys() == sizes.keys() and not _has_other_atoms(program, sizes, fitted):
+        chosen = _carried_over(planned, wide, narrow, world)
     if chosen is None:
         chosen = search(narrow)
         if not _fitted(narrow, chosen):
@@ -314,7 +314,7 @@ def _searched_padded(
     return _with_notes(chosen, program, fitted)
 
 
-def _cuts_anew(program: Program, sizes: Sizes, fitted: Sizes) -> bool:
+def _has_other_atoms(program: Program, sizes: Sizes, fitted: Sizes) -> bool:
     """Whether sequences of other sizes are cut into other atoms, to which no digit carries over."""
     notes = program.annotations
     assert notes is not None
@@ -324,14 +324,14 @@ def _cuts_anew(program: Program, sizes: Sizes, fitted: Sizes) -> bool:
     return any(fitted[number] != sizes[number] for number in tokens & sizes.keys())
 
 
-def _carried_over(found: Program, wide: Program, narrow: Program, world: World) -> Program | None:
+def _carried_over(planned: Program, wide: Program, narrow: Program, world: World) -> Program | None:
     """Return the program with the smaller padding and the plan found with the larger one; None
     where its layouts do not divide the smaller sizes, or plain Shards cannot hold its parameters.
 
     A cost is a constant and a part in proportion to a size, so no mesh's bound shrinks by more than
     the dims do.
     """
-    plan = _plan(found)
+    plan = _plan(planned)
     shrunk = min(
         new.padded / old.padded
         for value, pads in narrow.padding.items()
@@ -340,7 +340,7 @@ def _carried_over(found: Program, wide: Program, narrow: Program, world: World) 
 
     def at(layout: Layout, value: Value, shape: tuple[int, ...]) -> Layout:
         if value in narrow.padding:
-            return resized(layout, wide.padding[value], narrow.padding[value])
+            return resize(layout, wide.padding[value], narrow.padding[value])
         if layout.shape != shape:  # of a weight that is padded piece by piece in the graph
             raise LayoutError(f"{value[0]} of {shape} has no padding to carry {layout.shape} to")
         return layout
@@ -398,7 +398,7 @@ def _with_layouts(
 
 
 def _without_padding(
-    found: Program, program: Program, world: World, request: PlanRequest
+    planned: Program, program: Program, world: World, request: PlanRequest
 ) -> Program | None:
     """Return the program as it is with the plan of "auto" found with padding, where only storage
     splits what is padded: the vocabulary is stored in parts of its columns, if it was in rows, and
@@ -406,19 +406,19 @@ def _without_padding(
     """
     if request.layout != "auto":
         return None
-    plan = _plan(found)
+    plan = _plan(planned)
 
     def at(layout: Layout, value: Value, shape: tuple[int, ...]) -> Layout:
         if layout.shape == shape:
             return layout
-        pads = found.padding.get(value, ())
-        layout = resized(layout, pads, [each._replace(padded=each.size) for each in pads])
+        pads = planned.padding.get(value, ())
+        layout = resize(layout, pads, [each._replace(padded=each.size) for each in pads])
         if layout.shape != shape:
             raise LayoutError(f"{value[0]} of {shape} has no padding that {layout.shape} has")
         return layout
 
     try:
-        stored = {n: _in_other_dims(layout, found.pads(n)) for n, layout in plan.stored.items()}
+        stored = {n: _in_other_dims(layout, planned.pads(n)) for n, layout in plan.stored.items()}
         plan = _with_layouts(dataclasses.replace(plan, stored=stored), program, at)
     except LayoutError:
         return None
@@ -462,7 +462,7 @@ def _in_other_dims(layout: Layout, pads: Pads) -> Layout:
 def _annotated(program: Program, sizes: Sizes) -> Program:
     """Return the padded program, annotated as the unpadded one is: once for each of these sizes."""
     bare = dataclasses.replace(program, tensors={}, plan=None)
-    padded = remembered(
+    padded = remember(
         program.module.graph,
         "padded",
         (program.annotations, program.signature),
@@ -491,11 +491,11 @@ def _annotated_anew(program: Program, sizes: Sizes) -> Program:
     return annotate.chains(dataclasses.replace(padded, annotations=notes))
 
 
-def _fitted(padded: Program, found: Program) -> Sizes:
+def _fitted(padded: Program, planned: Program) -> Sizes:
     """Return the least padded sizes of the atoms that the plan found splits."""
     ranks: dict[Pad, int] = {}
     for value, pads in padded.padding.items():
-        for layout in _layouts(found, value):
+        for layout in _layouts(planned, value):
             for each in pads:
                 split = math.prod(
                     digit.size
@@ -513,9 +513,9 @@ def _fitted(padded: Program, found: Program) -> Sizes:
     return {atom: size for atom, size in sizes.items() if size > unpadded[atom]}
 
 
-def _layouts(found: Program, value: Value) -> Iterable[Layout]:
+def _layouts(planned: Program, value: Value) -> Iterable[Layout]:
     """Yield the layouts that a plan gives a value: where it is made, and where it is stored."""
-    plan = found.plan
+    plan = planned.plan
     assert plan is not None
     name, index = value
     if name in plan.choices:
@@ -524,19 +524,19 @@ def _layouts(found: Program, value: Value) -> Iterable[Layout]:
         yield plan.stored[name]
 
 
-def _is_storable(padded: Program, found: Program) -> bool:
+def _is_storable(padded: Program, planned: Program) -> bool:
     """Whether plain Shards can hold every parameter as the plan stores it."""
-    assert found.plan is not None
+    assert planned.plan is not None
     return all(
-        plain_shards(layout, padded.pads(name)) for name, layout in found.plan.stored.items()
+        plain_shards(layout, padded.pads(name)) for name, layout in planned.plan.stored.items()
     )
 
 
-def _with_notes(found: Program, program: Program, sizes: Sizes) -> Program:
+def _with_notes(planned: Program, program: Program, sizes: Sizes) -> Program:
     """Return the padded program, its plan with what is padded."""
-    assert found.plan is not None
+    assert planned.plan is not None
     padding = tuple(_anchors(program, sizes))
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, padding=padding))
+    return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, padding=padding))
 
 
 def _anchors(program: Program, sizes: Mapping[int, int]) -> Iterable[Padding]:

@@ -1,16 +1,17 @@
 """What a plan of a step in micro-batches decides besides the layout of one part: when gradients are
-summed, and whether two parts run in turns.
+summed and weights gathered, and whether two parts run in turns.
 
-Example: eight parts whose unsummed gradients fit sum them once; two of them run in turns where that
-is modelled to save a twentieth of the step, and both fit. planner.py asks, as it chooses a plan and
-makes it fit.
+Example: eight parts whose unsummed gradients fit sum them once, and gather the weights once where
+all of them fit as well; two parts run in turns where that is modelled to save a twentieth of the
+step, and both fit. planner.py asks, as it chooses a plan and makes it fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.parts import unreduced_bytes, with_gradients
+from autopar.cost.parts import gathered_bytes, gathered_weights, unreduced_bytes, with_gradients
+from autopar.cost.peak import peak
 from autopar.cost.simulator import timeline
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -18,6 +19,7 @@ from autopar.planner.objective import cost_terms
 from autopar.planner.request import PlanRequest
 from autopar.world import World
 
+_ROOM = 4.0  # of the memory, in all weights: a search counts on gathering them once
 _WORTHWHILE = 0.95  # of a step whose parts run one after the other
 
 
@@ -42,7 +44,8 @@ def sum_each_part(chosen: Program, request: PlanRequest) -> Program:
     assert plan is not None
     if not _is_open(plan, request):
         return chosen
-    return dataclasses.replace(chosen, plan=dataclasses.replace(plan, sums_once=False))
+    least = dataclasses.replace(plan, sums_once=False, gathers_once=False)
+    return dataclasses.replace(chosen, plan=least)
 
 
 def sums_once(program: Program, request: PlanRequest) -> Program:
@@ -63,6 +66,37 @@ def sums_once(program: Program, request: PlanRequest) -> Program:
     return dataclasses.replace(once, plan=chosen)
 
 
+def may_gather_once(program: Program, request: PlanRequest) -> bool:
+    """Whether a search may count on weights that are gathered once a step: all of them take at most
+    a fourth of the memory, which leaves room for their unsummed gradients and for activations.
+    """
+    if request.recompute not in ("auto", "none"):
+        return False
+    names = {entry.node for entry in program.signature.inputs if entry.kind == "parameter"}
+    placeholders = program.module.graph.find_nodes(op="placeholder")
+    weights = sum(node.meta["val"].nbytes for node in placeholders if node.name in names)
+    return request.memory_bytes is None or _ROOM * weights <= request.memory_bytes
+
+
+def gathers_once(program: Program, world: World, request: PlanRequest) -> Program:
+    """Return the program with a plan that gathers every weight once a step, where all of them fit
+    between micro-batches. A plan that gathers weights again in the backward has no room for them.
+    """
+    plan = program.plan
+    assert plan is not None
+    if not _is_open(plan, request) or request.budget is None or plan.memory is None:
+        return program
+    if plan.recompute or plan.regather or not gathered_weights(program):
+        return program
+    once = dataclasses.replace(program, plan=dataclasses.replace(plan, gathers_once=True))
+    assert once.plan is not None
+    memory = peak(once, request.budget.optimizer, world)
+    if not request.budget.fits(memory):
+        return program
+    chosen = dataclasses.replace(once.plan, memory=memory, peak_bytes=memory.peak)
+    return dataclasses.replace(once, plan=chosen)
+
+
 def _is_open(plan: Plan, request: PlanRequest) -> bool:
     """Whether it is to be decided how the parts run: a plan from a file has decided."""
     return plan.microbatches > 1 and request.budget is not None and request.layout is not None
@@ -70,7 +104,7 @@ def _is_open(plan: Plan, request: PlanRequest) -> bool:
 
 def interleave_parts(program: Program, world: World, request: PlanRequest) -> Program:
     """Return the program with a plan that runs two parts in turns, where that is faster and fits;
-    what a part keeps for its backward is then there twice.
+    what a part keeps for its backward is then there twice, but for weights that are gathered once.
     """
     plan = program.plan
     assert plan is not None
@@ -78,10 +112,11 @@ def interleave_parts(program: Program, world: World, request: PlanRequest) -> Pr
     if plan.microbatches % 2 or not plan.mesh.axes or not asked:
         return program
     assert plan.memory is not None and request.budget is not None
-    more = plan.memory.activations + plan.memory.transient
+    saved = plan.memory.activations - gathered_bytes(program)
+    more = saved + plan.memory.transient
     memory = dataclasses.replace(
         plan.memory,
-        activations=2 * plan.memory.activations,
+        activations=plan.memory.activations + saved,
         transient=2 * plan.memory.transient,
         peak=plan.memory.peak + more,
     )

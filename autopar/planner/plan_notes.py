@@ -49,7 +49,9 @@ class Replicated:
         return f"{where(self.node)}: axis {self.axis.name} of {self.axis.size} {reason}"
 
 
-def replicated(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> list[Replicated]:
+def replicated_matmuls(
+    program: Program, mesh: Mesh, choices: Mapping[str, Choice]
+) -> list[Replicated]:
     """Return the matmuls that axes replicate, one entry for each matmul and axis."""
     notes = program.annotations
     assert notes is not None
@@ -72,7 +74,7 @@ def replicated(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> l
 
 def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
     """Return one sentence for each matmul and mesh axis on which the matmul is replicated."""
-    return tuple(dict.fromkeys(str(each) for each in replicated(program, mesh, choices)))
+    return tuple(dict.fromkeys(str(each) for each in replicated_matmuls(program, mesh, choices)))
 
 
 def idle_note(

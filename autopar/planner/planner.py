@@ -23,7 +23,7 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.contender import Contender
 from autopar.planner.fit import fit
 from autopar.planner.padding import search_with_padding, search_with_rows_padded
-from autopar.planner.part_plans import plan_of_part
+from autopar.planner.part_plans import may_gather_once, plan_of_part
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.plan_context import fingerprint
 from autopar.planner.request import PlanRequest
@@ -65,9 +65,10 @@ def choose_plan(
         name, count = fingerprint(program), request.microbatches
         if count == 1:
             return chosen_before(program, name, world, request, search)
-        counted = annotate.count_microbatch(program, count, 1 / count)
+        gathers = 1 / count if may_gather_once(program, request) else 1.0
+        counted = annotate.count_microbatch(program, count, 1 / count, gathers)
         chosen = chosen_before(counted, name, world, request, search)
-        return plan_of_part(annotate.count_microbatch(chosen, count, 1.0), world, request)
+        return plan_of_part(annotate.count_microbatch(chosen, count, 1.0, 1.0), world, request)
 
     return manager.run("choose", program, choose, check_choices)
 

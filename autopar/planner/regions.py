@@ -96,7 +96,7 @@ class Regions:
     def __init__(self, notes: Annotations, known: Known) -> None:
         self.all: list[Region] = []
         self._notes, self._known = notes, known
-        self._made_in: dict[Value, Region] = {}
+        self._region_of: dict[Value, Region] = {}
         self._fed_by: dict[Value, Region] = {}
 
     def place(self, name: str, sources: list[Value | None], options: Options) -> None:
@@ -109,7 +109,7 @@ class Regions:
             self.all.append(region)
             self._extend(region, name, sources, options)
         for index in range(len(options.items[0].results)):
-            self._made_in[name, index] = region
+            self._region_of[name, index] = region
 
     def _carried_by(self, name: str, sources: list[Value | None]) -> Region | None:
         """Return the region that a node would extend, None where it does more than carry a
@@ -128,9 +128,9 @@ class Regions:
         if that consists of carriers, else the one that the value feeds. `partial`: the carrier
         passes partial values on; one that does not is no part of a region that makes them.
         """
-        made_in = self._made_in.get(value)
-        if made_in is not None and made_in.root and (partial or not self._linear(value)):
-            return made_in
+        producer = self._region_of.get(value)
+        if producer is not None and producer.root and (partial or not self._linear(value)):
+            return producer
         if value not in self._fed_by:
             self._fed_by[value] = Region(value)
             self.all.append(self._fed_by[value])

@@ -259,12 +259,12 @@ class Estimated(RematerializationSearch):
         self._short = RematerializationSteps(emit_program(several.longer, world), world, budget)
         self._kinds: dict[str, str] = {}  # of every block: a name that equal blocks share
         self._followers: dict[str, tuple[str, ...]] = {}  # by block: those left out that follow it
-        several_ways: dict[str, tuple[str, ...]] = {}  # by kind: blocks that go each another way
+        samples_by_kind: dict[str, tuple[str, ...]] = {}  # by kind: blocks that go each another way
         for run in several.runs:
             for equal in zip(*run, strict=True):  # the blocks at one place of their units
                 names_of_kind = tuple(map(block_name, equal))
                 self._kinds |= dict.fromkeys(names_of_kind, names_of_kind[0])
-                several_ways[names_of_kind[0]] = names_of_kind[1 : 1 + len(BLOCK_RUNGS)]
+                samples_by_kind[names_of_kind[0]] = names_of_kind[1 : 1 + len(BLOCK_RUNGS)]
             left_out = (block for unit in run[1 + len(BLOCK_RUNGS) : -1] for block in unit)
             last = run[len(BLOCK_RUNGS)][-1]
             self._followers[block_name(last)] = tuple(map(block_name, left_out))
@@ -280,31 +280,35 @@ class Estimated(RematerializationSearch):
                 twin = unit[(int(number) - unit[0][1]) % len(unit)]
                 self._like[name] = self._kinds[block_name(twin)]
             else:
-                several_ways[name] = (name,)
+                samples_by_kind[name] = (name,)
         names = blocks(chosen.module.graph.nodes)
         fetching, cheap = (
-            tuple(n for n in names if several_ways.get(self._kinds[n], (n,))[0] in found)
+            tuple(n for n in names if samples_by_kind.get(self._kinds[n], (n,))[0] in found)
             for found in (self._short.fetching, self._short.cheap)
         )
         super().__init__(names, fetching, cheap, chosen.plan, budget)
         self._rises: dict[tuple[str, BlockRung], Rise] = {}
         self._seconds: dict[tuple[str, BlockRung], float] = {}
         self._segments: tuple[str, ...] = ()
-        self._measure(several_ways)
+        self._measure(samples_by_kind)
         self._base = self._stored_bytes()
 
-    def _measure(self, several_ways: Mapping[str, Sequence[str]]) -> None:
+    def _measure(self, samples_by_kind: Mapping[str, Sequence[str]]) -> None:
         """Run the shorter program until each kind of block has gone every way."""
-        runs = max(math.ceil(len(BLOCK_RUNGS) / len(of_kind)) for of_kind in several_ways.values())
+        runs = max(
+            math.ceil(len(BLOCK_RUNGS) / len(of_kind)) for of_kind in samples_by_kind.values()
+        )
         for number in range(runs):
-            ways = dict.fromkeys(self._like, BlockRung())
-            for of_kind in several_ways.values():
+            rung_by_block = dict.fromkeys(self._like, BlockRung())
+            for of_kind in samples_by_kind.values():
                 for place, name in enumerate(of_kind):
-                    ways[name] = BLOCK_RUNGS[(number * len(of_kind) + place) % len(BLOCK_RUNGS)]
-            made = self._short.program_at(self._rung(ways))
+                    rung_by_block[name] = BLOCK_RUNGS[
+                        (number * len(of_kind) + place) % len(BLOCK_RUNGS)
+                    ]
+            made = self._short.program_at(self._rung(rung_by_block))
             segments = segments_of(made, self.budget.optimizer, self.world)
             seconds = rematerialization_seconds_by_block(made, self.world)
-            for name, way in ways.items():
+            for name, way in rung_by_block.items():
                 key = self._kinds[name], way
                 self._rises[key] = segments.rises.get(name, Rise())
                 self._seconds[key] = seconds.get(name, 0.0)
@@ -369,15 +373,15 @@ class Estimated(RematerializationSearch):
 
     def seconds_of(self, rung: Rematerialized) -> float:
         """Return the estimated seconds of what runs twice on this rung."""
-        ways = self._rungs_of(rung)
+        rung_by_block = self._rungs_of(rung)
         kinds = {name: self._like.get(name, self._kinds[name]) for name in self.names}
-        return sum(self._seconds[kinds[name], ways[name]] for name in self.names)
+        return sum(self._seconds[kinds[name], rung_by_block[name]] for name in self.names)
 
     def memory_of(self, rung: Rematerialized) -> Memory:
         """Return the estimated memory at the peak on this rung."""
-        ways = self._rungs_of(rung)
+        rung_by_block = self._rungs_of(rung)
         rises = [
-            self._rise(name, ways.get(name, BlockRung()))
+            self._rise(name, rung_by_block.get(name, BlockRung()))
             for segment in self._segments
             for name in (segment, *self._followers.get(segment, ()))
         ]

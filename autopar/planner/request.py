@@ -342,7 +342,7 @@ class PlanRequest:
         return dataclasses.replace(self, layout=layout)
 
 
-def with_asked_recomputation(program: Program, request: PlanRequest) -> Program:
+def with_requested_recomputation(program: Program, request: PlanRequest) -> Program:
     """Return the program with a plan, its plan with the recomputation that the request sets: with
     "full" every repeated block is recomputed, with "gathers" every one gathers its weights again;
     with "selective" the cheap ops of every one run again;

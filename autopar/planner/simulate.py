@@ -77,7 +77,7 @@ def half_hidden(contender: Contender) -> float:
     return (contender.least_step + contender.plan.seconds) / 2
 
 
-def exposed(contender: Contender, share: float) -> float:
+def exposed_seconds(contender: Contender, share: float) -> float:
     """Return the seconds of what cannot overlap: `least_step` has a `share` of the others."""
     if share == 1:
         return contender.least_step
@@ -99,12 +99,12 @@ def _by_step(
     least, longest = shares(world)[-1], 0.0
     for done, contender in enumerate(sorted(contenders, key=lambda each: each.least_step)):
         tell("plans simulated", done, len(contenders))
-        if not steps or exposed(contender, least) <= longest:
+        if not steps or exposed_seconds(contender, least) <= longest:
             if contender not in known:
                 known[contender] = _step(contender.deep, world)
             steps[contender] = known[contender]
             fastest = min(steps, key=lambda each: steps[each])
-            longest = _HARDLY * max(steps[fastest], exposed(fastest, least))
+            longest = _HARDLY * max(steps[fastest], exposed_seconds(fastest, least))
     _confirm_first(steps, world)
     return sorted(contenders, key=lambda each: (steps.get(each, math.inf), each.least_step))
 

@@ -4,7 +4,7 @@ first, until one fits by its exact peak.
 What a plan stores of its parameters, and what one that drops nothing keeps for its backward, are
 bytes that no peak is below: a plan that exceeds the limit with these is never made.
 
-`ranked` gives the order. Eliminating the variables one by one (elimination.py) leaves, for each of
+`by_cost` gives the order. Eliminating the variables one by one (elimination.py) leaves, for each of
 them, what all that comes before it costs at least. Read backwards that is an exact estimate for a
 best-first search (Hart, Nilsson and Raphael's A*, 1968): a branch is entered only for what it
 holds. Tables of bytes, eliminated in the same order, say what a branch needs at least.
@@ -37,7 +37,7 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.elimination import Table, order_of, spread
 from autopar.planner.exact_search import Search
 from autopar.planner.rematerialize import RematerializationSteps, TriedRematerialization
-from autopar.planner.request import PlanRequest, with_asked_recomputation
+from autopar.planner.request import PlanRequest, with_requested_recomputation
 from autopar.planner.space import Candidate
 from autopar.world import World
 
@@ -78,7 +78,7 @@ def fastest(
         if plan.seconds >= below * (1 - 1e-12) or number == _TRIES:
             bound = min(bound, plan.seconds)
             break
-        chosen = with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
+        chosen = with_requested_recomputation(dataclasses.replace(program, plan=plan), request)
         found = RematerializationSteps(emit_program(chosen, world), world, budget).least(
             below - plan.seconds
         )
@@ -120,7 +120,7 @@ def ascending(
     problem = Search(program, mesh, world, constraint)
     problem.enter()
     capped = [(_bytes(problem, saved), cap) for saved, cap in caps]
-    for seconds, values in ranked(problem.sizes, problem.tables, capped):
+    for seconds, values in by_cost(problem.sizes, problem.tables, capped):
         yield problem.plan(seconds, values)
 
 
@@ -153,7 +153,7 @@ class _Step(NamedTuple):
     more: Array
 
 
-def ranked(
+def by_cost(
     sizes: Sequence[int],
     tables: Sequence[Table],
     capped: Sequence[tuple[Sequence[Table], float]] = (),

@@ -28,7 +28,7 @@ from autopar.cost.activations import Price, activation_bytes
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.garbage import without_collection
-from autopar.ir.graph import remembered
+from autopar.ir.graph import remember
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -39,7 +39,7 @@ from autopar.planner.bound import (
     Bound,
     Bounded,
     Choices,
-    bounded,
+    bound_candidates,
     bounds_of,
     lower_bounds,
     near,
@@ -53,7 +53,7 @@ from autopar.planner.contender import Contender
 from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.objective import sum_of_blocks
 from autopar.planner.plan_notes import unsplit
-from autopar.planner.request import Layouts, PlanRequest, with_asked_recomputation
+from autopar.planner.request import Layouts, PlanRequest, with_requested_recomputation
 from autopar.planner.space import Candidate, candidates, rivals
 from autopar.world import World
 
@@ -79,55 +79,55 @@ def search_meshes(program: Program, world: World, request: PlanRequest) -> Progr
     """
     assert request.layout is not None
     plan = best(program, candidates(request.layout, world.ranks, program), world)
-    return with_asked_recomputation(dataclasses.replace(program, plan=plan), request)
+    return with_requested_recomputation(dataclasses.replace(program, plan=plan), request)
 
 
 def best(
-    program: Program, given: Sequence[Candidate], world: World, price: Price | None = None
+    program: Program, candidates: Sequence[Candidate], world: World, price: Price | None = None
 ) -> Plan:
     """Return the best plan over these candidates, its `meshes` with every candidate's bound and its
     `bound` the least of these; ties go to fewer axes, then to the first candidate. With a `price`,
     the plan's seconds and all bounds include the price of the bytes that it holds.
     """
-    if need_no_bound(given):
-        return _best_of_all(program, given, world, price)
-    bounds = lower_bounds(program, given, world, price) if len(given) > 1 else [0.0]
-    return best_within(program, given, bounds, world, price)
+    if need_no_bound(candidates):
+        return _best_of_all(program, candidates, world, price)
+    bounds = lower_bounds(program, candidates, world, price) if len(candidates) > 1 else [0.0]
+    return best_within(program, candidates, bounds, world, price)
 
 
 @without_collection()
 def best_within(
     program: Program,
-    given: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     bounds: Sequence[float],
     world: World,
     price: Price | None = None,
 ) -> Plan:
     """Return what `best` does, of candidates with these bounds."""
-    if need_no_bound(given):
-        return _best_of_all(program, given, world, price)
+    if need_no_bound(candidates):
+        return _best_of_all(program, candidates, world, price)
     tightened = list(bounds)
 
     def searched(index: int) -> Plan:
-        plan, bound = exact(program, *given[index], world, price)
+        plan, bound = exact(program, *candidates[index], world, price)
         tightened[index] = max(tightened[index], bound)
         return plan
 
-    plan = _best_in_order(given, tightened, _TRIES, searched)
+    plan = _best_in_order(candidates, tightened, _TRIES, searched)
     near_bound = min(tightened) >= plan.seconds * (1 - _SETTLED)
     if not near_bound and price is None:  # prices are tried one after the other
-        plan = again(program, plan, given, world)
-    return _with_bounds(plan, given, tightened)
+        plan = again(program, plan, candidates, world)
+    return _with_bounds(plan, candidates, tightened)
 
 
-def _with_bounds(plan: Plan, given: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
+def _with_bounds(plan: Plan, candidates: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
     """Return a plan with the bounds of the candidates that it was chosen from."""
     bound = min(*bounds, plan.seconds)
-    return dataclasses.replace(plan, bound=bound, meshes=with_bounds(given, bounds))
+    return dataclasses.replace(plan, bound=bound, meshes=with_bounds(candidates, bounds))
 
 
 def _best_in_order(
-    given: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     bounds: Sequence[float],
     tries: int,
     searched: Callable[[int], Plan],
@@ -135,31 +135,31 @@ def _best_in_order(
     """Return the best plan of the `tries` most promising candidates, until none promises more than
     the best one found. `searched`: searches the candidate at a place.
     """
-    found: Plan | None = None
-    for index in by_promise(given, bounds)[:tries]:
-        if found is not None and bounds[index] >= found.seconds * (1 - GAP):
+    incumbent: Plan | None = None
+    for index in by_promise(candidates, bounds)[:tries]:
+        if incumbent is not None and bounds[index] >= incumbent.seconds * (1 - GAP):
             break
         plan = searched(index)
-        if found is None or plan.seconds < found.seconds * (1 - 1e-9):
-            found = plan
-    assert found is not None
-    return found
+        if incumbent is None or plan.seconds < incumbent.seconds * (1 - 1e-9):
+            incumbent = plan
+    assert incumbent is not None
+    return incumbent
 
 
 def _best_of_all(
-    program: Program, given: Sequence[Candidate], world: World, price: Price | None
+    program: Program, candidates: Sequence[Candidate], world: World, price: Price | None
 ) -> Plan:
     """Return the best plan of these candidates, each searched among all that its rules leave."""
-    if not given[0][0].axes:  # one rank: nothing to choose
-        given = given[:1]
-    plans = [search_nearly(program, mesh, world, rules, None, price) for mesh, rules in given]
+    if not candidates[0][0].axes:  # one rank: nothing to choose
+        candidates = candidates[:1]
+    plans = [search_nearly(program, mesh, world, rules, None, price) for mesh, rules in candidates]
     fastest = min(plans, key=lambda plan: plan.seconds)
     bounds = [plan.bound for plan in plans]
-    meshes = with_bounds(given, bounds)
+    meshes = with_bounds(candidates, bounds)
     return dataclasses.replace(fastest, bound=min(bounds), meshes=meshes)
 
 
-def by_promise(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
+def by_promise(candidates: Sequence[Candidate], bounds: Sequence[float]) -> list[int]:
     """Return the places of the candidates, the lowest bound first. Of those within GAP of the least
     the one of fewest axes comes first: its search is the quickest, and often ends all others.
     """
@@ -168,9 +168,9 @@ def by_promise(given: Sequence[Candidate], bounds: Sequence[float]) -> list[int]
     def promise(place: int) -> tuple[float, int, int]:
         seconds = bounds[place]
         close = seconds * (1 - GAP) <= least
-        return least if close else _round_seconds(seconds), len(given[place][0].axes), place
+        return least if close else _round_seconds(seconds), len(candidates[place][0].axes), place
 
-    return sorted(range(len(given)), key=promise)
+    return sorted(range(len(candidates)), key=promise)
 
 
 def _round_seconds(seconds: float) -> float:
@@ -204,8 +204,8 @@ def exact(
 
 def again(
     program: Program,
-    found: Plan,
-    given: Sequence[Candidate],
+    incumbent: Plan,
+    candidates: Sequence[Candidate],
     world: World,
     price: Price | None = None,
 ) -> Plan:
@@ -213,17 +213,19 @@ def again(
     lowest in the bound. Where these are all options that there are, the result is optimal.
     """
     candidate = next(
-        pair for pair in given if pair[0] == found.mesh and pair[1].name == found.layout
+        pair
+        for pair in candidates
+        if pair[0] == incumbent.mesh and pair[1].name == incumbent.layout
     )
-    if not found.mesh.axes or not candidate[1].free:
-        return found
+    if not incumbent.mesh.axes or not candidate[1].free:
+        return incumbent
     bound = pass_messages(program, [candidate], world, price)
     bound.run(2)
-    largest_count = _AGAIN[len(found.mesh.axes)]
+    largest_count = _AGAIN[len(incumbent.mesh.axes)]
     counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
     limits = _near_limits(bound, math.inf, counts)
     improved = _search_among(program, limits, candidate, world, price)
-    return improved if improved.seconds < found.seconds * (1 - 1e-9) else found
+    return improved if improved.seconds < incumbent.seconds * (1 - 1e-9) else incumbent
 
 
 def _near_limits(
@@ -258,38 +260,40 @@ def _search_among(
 # -- quickly: for plans that only compete with others, with no proof -------------------------------
 @without_collection()
 def quick_best(
-    program: Program, given: Sequence[Candidate], world: World, price: Price | None = None
+    program: Program, candidates: Sequence[Candidate], world: World, price: Price | None = None
 ) -> Plan:
     """Return the best plan found over these candidates; ties go to fewer axes, then to the first
     candidate. With a `price`, seconds and bounds include the price of the bytes that a plan holds.
     """
-    if need_no_bound(given):
-        return _best_of_all(program, given, world, price)
-    return _quickly_best(program, given, bounded(program, given, world, price), world, price)
+    if need_no_bound(candidates):
+        return _best_of_all(program, candidates, world, price)
+    return _quickly_best(
+        program, candidates, bound_candidates(program, candidates, world, price), world, price
+    )
 
 
 def best_at_shares(
-    programs: Sequence[Program], given: Sequence[Candidate], world: World
+    programs: Sequence[Program], candidates: Sequence[Candidate], world: World
 ) -> Iterator[Plan]:
     """Yield the best plan found for each of these programs, which differ in the share of what
     collectives take that counts, and in nothing else.
     """
-    if len(programs) == 1 or need_no_bound(given):
+    if len(programs) == 1 or need_no_bound(candidates):
         for program in programs:
-            yield quick_best(program, given, world)
+            yield quick_best(program, candidates, world)
         return
-    shares = [program.counting.share for program in programs for _ in given]
-    every = [candidate for _ in programs for candidate in given]
-    every_bound = bounded(programs[0], every, world, None, shares)
+    shares = [program.counting.share for program in programs for _ in candidates]
+    every = [candidate for _ in programs for candidate in candidates]
+    every_bound = bound_candidates(programs[0], every, world, None, shares)
     for number, program in enumerate(programs):
-        own = every_bound[number * len(given) : (number + 1) * len(given)]
-        yield _quickly_best(program, given, own, world, None)
+        own = every_bound[number * len(candidates) : (number + 1) * len(candidates)]
+        yield _quickly_best(program, candidates, own, world, None)
 
 
 @without_collection()
 def _quickly_best(
     program: Program,
-    given: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     bounds_of_each: Sequence[Bounded],
     world: World,
     price: Price | None,
@@ -298,10 +302,10 @@ def _quickly_best(
     bounds = [each.seconds for each in bounds_of_each]
 
     def searched(index: int) -> Plan:
-        return _searched(program, given[index], bounds_of_each[index], world, price)
+        return _searched(program, candidates[index], bounds_of_each[index], world, price)
 
-    plan = _best_in_order(given, bounds, _QUICK_TRIES, searched)
-    return _with_bounds(plan, given, bounds)
+    plan = _best_in_order(candidates, bounds, _QUICK_TRIES, searched)
+    return _with_bounds(plan, candidates, bounds)
 
 
 def _searched(
@@ -345,7 +349,7 @@ class ShortenedModel:
         bare = dataclasses.replace(program, tensors={}, plan=None)
         reads = (program.annotations, program.signature, program.padding, program.chains, world)
         graph, counting = program.module.graph, program.counting
-        return remembered(graph, "search", reads, lambda: ShortenedModel(bare, world), counting)
+        return remember(graph, "search", reads, lambda: ShortenedModel(bare, world), counting)
 
     def once(self, what: str, layout: Layouts, find: Callable[[], T]) -> T:
         """Return what `find` finds for a layout, which depends on nothing else."""
@@ -368,38 +372,38 @@ class ShortenedModel:
         """Return the same program with other annotations."""
         return ShortenedModel(program, self.world, self.deep)
 
-    def bounds(self, given: Sequence[Candidate], price: Price | None = None) -> list[float]:
+    def bounds(self, candidates: Sequence[Candidate], price: Price | None = None) -> list[float]:
         """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
         single one, which needs none.
         """
-        if len(given) == 1:
+        if len(candidates) == 1:
             return [0.0]
-        return lower_bounds(self.program, given, self.world, price)
+        return lower_bounds(self.program, candidates, self.world, price)
 
     @cached_property
     def deep(self) -> DeepModel:
         """The program with its runs of equal blocks."""
         graph, bare = self.program.module.graph, dataclasses.replace(self.program, tensors={})
-        known = self._same or remembered(
+        known = self._same or remember(
             graph, "blocks", (self.program.signature,), lambda: DeepModel(bare)
         )
         return DeepModel(self.program, known)
 
-    def plan(self, given: Sequence[Candidate], price: Price | None = None) -> Plan:
+    def plan(self, candidates: Sequence[Candidate], price: Price | None = None) -> Plan:
         """Return the plan found on these meshes. Its seconds are those of the shorter program:
         `chosen` computes them in full.
         """
-        return self.deep.whole(self._found(given, price))
+        return self.deep.full_plan(self._quick_plan(candidates, price))
 
-    def at_shares(self, shares: Sequence[float], given: Sequence[Candidate]) -> Iterator[Plan]:
+    def at_shares(self, shares: Sequence[float], candidates: Sequence[Candidate]) -> Iterator[Plan]:
         """Yield `plan` at each of these shares of what can overlap."""
         longer = [with_share(self.deep.longer, share) for share in shares]
-        for plan in best_at_shares(longer, given, self.world):
-            yield self.deep.whole(plan)
+        for plan in best_at_shares(longer, candidates, self.world):
+            yield self.deep.full_plan(plan)
 
     def best(
         self,
-        given: Sequence[Candidate],
+        candidates: Sequence[Candidate],
         price: Price | None = None,
         tries: int = _SHORTENED_TRIES,
         known: Sequence[float] = (),
@@ -408,19 +412,21 @@ class ShortenedModel:
         of all. `known`: these bounds.
         """
         if not self.deep.runs:
-            return self._found(given, price)
-        bounds = list(known) or self.bounds(given, price)
-        plans = [self.plan([candidate], price) for candidate in promising(bounds, given, tries)]
+            return self._quick_plan(candidates, price)
+        bounds = list(known) or self.bounds(candidates, price)
+        plans = [
+            self.plan([candidate], price) for candidate in promising(bounds, candidates, tries)
+        ]
         plan = plans[0] if len(plans) == 1 else min(plans, key=lambda p: self._paid(p, price))
-        return dataclasses.replace(plan, meshes=with_bounds(given, bounds))
+        return dataclasses.replace(plan, meshes=with_bounds(candidates, bounds))
 
     def named(self, name: str) -> Plan | None:
         """Return `best` for a named layout, or None where it has no mesh for this number of
         ranks.
         """
         if name not in self._named:
-            given, bounds = self._named_bounds.get(name, ([], []))
-            self._named[name] = self.best(given, known=bounds) if given else None
+            candidates, bounds = self._named_bounds.get(name, ([], []))
+            self._named[name] = self.best(candidates, known=bounds) if candidates else None
         return self._named[name]
 
     @cached_property
@@ -434,21 +440,24 @@ class ShortenedModel:
                 of_name[name] = self.candidates(name)
             except LayoutError:
                 continue
-        several = [n for n, given in of_name.items() if len(given) > 1 and self.deep.runs]
-        given = [candidate for name in several for candidate in of_name[name]]
-        bounds = iter(lower_bounds(self.program, given, self.world) if given else ())
+        several = [n for n, candidates in of_name.items() if len(candidates) > 1 and self.deep.runs]
+        candidates = [candidate for name in several for candidate in of_name[name]]
+        bounds = iter(lower_bounds(self.program, candidates, self.world) if candidates else ())
         return {
-            name: (given, [next(bounds) for _ in given] if name in several else [0.0] * len(given))
-            for name, given in of_name.items()
+            name: (
+                candidates,
+                [next(bounds) for _ in candidates] if name in several else [0.0] * len(candidates),
+            )
+            for name, candidates in of_name.items()
         }
 
-    def refined(self, plan: Plan, given: Sequence[Candidate], price: Price) -> Plan:
+    def refined(self, plan: Plan, candidates: Sequence[Candidate], price: Price) -> Plan:
         """Return the plan found on the mesh of another plan among more options of every region."""
         start = dataclasses.replace(plan, seconds=math.inf)  # so any plan found is better
-        return self.deep.whole(again(self.deep.longer, start, given, self.world, price))
+        return self.deep.full_plan(again(self.deep.longer, start, candidates, self.world, price))
 
-    def _found(self, given: Sequence[Candidate], price: Price | None) -> Plan:
-        return quick_best(self.deep.longer, given, self.world, price)
+    def _quick_plan(self, candidates: Sequence[Candidate], price: Price | None) -> Plan:
+        return quick_best(self.deep.longer, candidates, self.world, price)
 
     def _paid(self, plan: Plan, price: Price | None) -> float:
         """Return the seconds of the full program under a plan, plus the price of the bytes that it
@@ -464,7 +473,9 @@ class ShortenedModel:
         plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
         seconds = sum_of_blocks(self.deep.under(plan), self.world)
         plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
-        program = with_asked_recomputation(dataclasses.replace(self.program, plan=plan), request)
+        program = with_requested_recomputation(
+            dataclasses.replace(self.program, plan=plan), request
+        )
         return DeepModel(program, self.deep)
 
 
@@ -479,7 +490,7 @@ def with_share(program: Program, share: float) -> Program:
 # -- what competes with the least sum --------------------------------------------------------------
 def solve(
     model: ShortenedModel,
-    given: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     bounds: Sequence[float],
     request: PlanRequest,
 ) -> Contenders:
@@ -489,16 +500,16 @@ def solve(
     layout = request.layout
     assert layout is not None
     plan = model.once(
-        "least sum", layout, lambda: best_within(model.program, given, bounds, model.world)
+        "least sum", layout, lambda: best_within(model.program, candidates, bounds, model.world)
     )
     recomputes = request.recompute in ("full", "gathers", "selective")
     alone = not request.overlap or recomputes or not plan.mesh.axes
 
     def compete() -> Contenders:
         program = dataclasses.replace(model.program, plan=plan)
-        contenders = Contenders(with_asked_recomputation(program, request), model, request)
+        contenders = Contenders(with_requested_recomputation(program, request), model, request)
         if not alone:
-            contenders.take(given, bounds_of(plan))
+            contenders.take(candidates, bounds_of(plan))
         names = rivals(program) if layout == "auto" and not alone else ()
         for done, name in enumerate(names):
             tell("named layouts tried", done, len(names))
@@ -533,12 +544,14 @@ class Contenders:
             self._enter_plan(plan, name)
             self.take(self.model.candidates(name), bounds_of(plan), name)
 
-    def take(self, given: Sequence[Candidate], bounds: Sequence[float], name: str = "") -> None:
+    def take(
+        self, candidates: Sequence[Candidate], bounds: Sequence[float], name: str = ""
+    ) -> None:
         """Enter the plans on the most promising of these meshes at the shares, the least share
         first; stop where that is not promising.
         """
-        most = _FREE if all(rules.free for _, rules in given) else _RULED
-        meshes = promising(bounds, given, most, NEAR)
+        most = _FREE if all(rules.free for _, rules in candidates) else _RULED
+        meshes = promising(bounds, candidates, most, NEAR)
         for plan in self.model.at_shares(shares(self.world)[::-1], meshes):
             if self._enter_plan(plan, name).least_step > NEAR * self.least_step:
                 return
@@ -546,9 +559,9 @@ class Contenders:
     def _enter_plan(self, plan: Plan, name: str) -> Contender:
         """Add a plan at its full price, unless one like it is there."""
         known = self.all.get(_plan_look(plan))
-        return self.enter(self._beside(plan) if known is None else known.deep, name)
+        return self.enter(self._at_full_price(plan) if known is None else known.deep, name)
 
-    def _beside(self, plan: Plan) -> DeepModel:
+    def _at_full_price(self, plan: Plan) -> DeepModel:
         """Return another plan for the same program at its full price, with the bound proven for the
         sum.
         """

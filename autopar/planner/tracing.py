@@ -21,7 +21,7 @@ from autopar.ir.containers import register
 from autopar.ir.program import Program
 from autopar.passes import annotate, draws, masks, trace
 from autopar.passes.microbatches import Parts, in_parts
-from autopar.passes.part_numbers import COUNTS, MOVES
+from autopar.passes.part_numbers import COUNTS, REORDERS
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.experts import one_op_of_experts
 from autopar.passes.trace.signature import without_cache
@@ -91,15 +91,15 @@ def trace_step(
             f"microbatches is {count}, and the inputs have {rows_of(call) or 'no'} rows: it must "
             "divide their number"
         )
-    whole = annotate.annotate(masks.masks(draws.draws(trace_model(model, call))))
-    traced, split = _trace_part(model, call, _divided(call, whole), count, manager)
+    full_batch = annotate.annotate(masks.masks(draws.draws(trace_model(model, call))))
+    traced, split = _trace_part(model, call, _divided(call, full_batch), count, manager)
     program = masks.masks(draws.draws(traced))
     if any(e.kind == "user" and e.trainable for e in program.signature.inputs):
         raise PlanError(
             "micro-batches: an input requires a gradient, which would be of one part alone. Leave "
             "microbatches at 1"
         )
-    return in_parts(program, whole, count, split)
+    return in_parts(program, full_batch, count, split)
 
 
 def _trace_part(
@@ -131,15 +131,15 @@ def rows_of(call: Call) -> int:
     return next((shape[0] for shape in shapes if shape), 0)
 
 
-def _divided(call: Call, whole: Program) -> frozenset[int]:
+def _divided(call: Call, full_batch: Program) -> frozenset[int]:
     """Return the positions of the inputs that are divided by rows: those whose first dim is that of
     the first tensor. One that only is as long, such as a mask of its tokens, is not.
     """
-    assert whole.annotations is not None
-    dims = whole.annotations.dims
-    entries = [e for e in whole.signature.inputs if e.kind == "user" and dims[e.node, 0]]
+    assert full_batch.annotations is not None
+    dims = full_batch.annotations.dims
+    entries = [e for e in full_batch.signature.inputs if e.kind == "user" and dims[e.node, 0]]
     rows = dims[entries[0].node, 0][0] if entries else ()
-    numbered = _read_by_number(whole, rows_of(call))
+    numbered = _read_by_number(full_batch, rows_of(call))
     divided = (
         entry.position
         for entry in entries
@@ -148,12 +148,12 @@ def _divided(call: Call, whole: Program) -> frozenset[int]:
     return frozenset(place for place in divided if place is not None)
 
 
-def _read_by_number(whole: Program, rows: int) -> set[str]:
+def _read_by_number(full_batch: Program, rows: int) -> set[str]:
     """Return the inputs with a row for each of the batch's that are read by the numbers of rows:
     transformers reads masks of padding so, and no op ties their rows to those of tokens.
     """
     found = set()
-    for node in whole.module.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+    for node in full_batch.module.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         source, places = node.args[0], node.args[1]
         first = places[0] if isinstance(places, list | tuple) and places else None
         if not isinstance(source, fx.Node) or not isinstance(first, fx.Node):
@@ -167,7 +167,7 @@ def _read_by_number(whole: Program, rows: int) -> set[str]:
 
 def _moved(node: fx.Node) -> fx.Node:
     """Return what a node is another view or dtype of."""
-    while node.target in MOVES:
+    while node.target in REORDERS:
         node = node.all_input_nodes[0]
     return node
 

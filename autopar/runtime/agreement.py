@@ -157,7 +157,7 @@ def _differing_text(different: Sequence[str], odd: Sequence[Sequence[str]]) -> s
     first = different[0]
     rank_numbers = [number for number, names in enumerate(odd) if first in names]
     count = f", the first of {len(different)}" if len(different) > 1 else ""
-    who = ranks.named(rank_numbers)
+    who = ranks.names_of(rank_numbers)
     return f"the ranks hold different parameters: {first}{count}, on {who} is not what rank 0 holds"
 
 

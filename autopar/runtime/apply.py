@@ -32,7 +32,7 @@ from autopar.ir.progress import shown
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes import trace
-from autopar.passes.interleave import interleaved
+from autopar.passes.interleave import interleave_parts
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.confirm import finish_plan, fit_to_memory
 from autopar.planner.edit import check_edits, compare_figures
@@ -109,7 +109,7 @@ def build_runner(
     """
     device_mesh = open_groups(context, device_type)
     world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
-    program = interleaved(context.program) if context.plan.interleaved else context.program
+    program = interleave_parts(context.program) if context.plan.interleaved else context.program
     return device_mesh, runner(program, world, backend, overlap)
 
 
@@ -215,12 +215,18 @@ def plan_on_rank_0(
         chosen = choose_plan(pipeline, program, world, inner)
         return finish_plan(pipeline, source, chosen, world, inner, parts)
 
+    def finish_stage(decided: Plan) -> Plan:
+        assert decided.context is not None
+        chosen = dataclasses.replace(decided.context.source, plan=decided)
+        as_decided = dataclasses.replace(request, budget=None)
+        return finish_plan(pipeline, source, chosen, world, as_decided, parts)
+
     def search() -> Plan | None:
         if like is not None:
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:
             if request.stages is not None:
-                return fit_in_stages(plan_stage, request)[0]
+                return fit_in_stages(plan_stage, finish_stage, request)[0]
             best = choose_plan(pipeline, program, world, request)
         return fit_to_memory(pipeline, source, best, world, request).plan
 

@@ -23,6 +23,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,13 @@ from autopar._compat import (
 )
 from autopar.cost.memory import no_room
 from autopar.cost.simulator.engine import Run
-from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_as_given
+from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_unchanged
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.errors import PlanError
 from autopar.ir.graph import where
 from autopar.ir.program import Program
-from autopar.ops.process_groups import guarded
-from autopar.ops.recomputation import interpret, spread, tagged
+from autopar.ops.process_groups import guard
+from autopar.ops.recomputation import interpret, spread, tag
 from autopar.ops.sharded.dropout import FORMULAS
 from autopar.passes import OPTIONS, overlap_derived
 from autopar.passes.overlap import DerivedGraph, collectives_in_order, erase_unused
@@ -62,6 +63,7 @@ from autopar.passes.overlap.assumptions import (
 )
 from autopar.passes.pass_manager import PassManager
 from autopar.runtime.deferred_backward import Accumulator, DeferredBackward
+from autopar.runtime.reusing_forward import ReusingForward, StepWeights
 from autopar.world import World, ranks
 
 Backend = str | Callable[..., Any] | None
@@ -116,6 +118,11 @@ class Scheduled:
             for place, entry in enumerate(program.signature.inputs, start=1)
             if entry.stored
         )
+        self._parameters = frozenset(  # and what else no forward of a step changes
+            f"primals_{place}"
+            for place, entry in enumerate(program.signature.inputs, start=1)
+            if entry.kind in ("parameter", "coordinate")
+        )
         # By graph, the placeholders that exist before it runs: their gathers may run at any time.
         self._there: dict[Phase, frozenset[str]] = {"forward": self.stored}
         self._constant = aux_output_places(program)
@@ -131,6 +138,9 @@ class Scheduled:
         self.accumulator: Accumulator | None = None
         self.defers_scattered = True
         self._deferred: DeferredBackward | None = None
+        self.weights: StepWeights | None = None  # where the forwards of a step gather them once
+        self._reusing: ReusingForward | None = None
+        self._forward_inputs: list[Any] = []
         self._layouts = [
             program.layouts[entry.node] if entry.kind == "parameter" else None
             for entry in program.signature.inputs
@@ -155,7 +165,7 @@ class Scheduled:
                     warnings.warn(no_room(self._above), stacklevel=2)
                 return self._plain(*values)
             ranks.agree("collective order", self.order())
-        if self.accumulator is not None:
+        if self.accumulator is not None or self.weights is not None:
             self._make_forms()
         outputs = list(self._run(*ordered))
         for place in self._late:
@@ -163,15 +173,14 @@ class Scheduled:
         return outputs
 
     def prepare(self, values: Sequence[torch.Tensor]) -> None:
-        """Derive the graphs, and the forms of the backward that hold gradients, from values like
-        those of a step, on this rank alone: the stages of a pipeline have graphs of their own.
+        """Derive the graphs, and the forms of a step in micro-batches, from values like those of a
+        step, on this rank alone: the stages of a pipeline have graphs of their own.
         """
         self._run = self.derived(self._as_derived(values))
         if self._above:
             warnings.warn(no_room(self._above), stacklevel=2)
-        forms = self._deferred
-        if forms is not None and not forms.has_variants and forms.ends:
-            forms.make(self._form, self.defers_scattered)
+        for make in self._missing_forms():
+            make()
 
     def _as_derived(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the values, the user's inputs in the memory order of the first step: an output may
@@ -224,9 +233,10 @@ class Scheduled:
         if self.backend == "inductor":
             decompositions = inductor_decompositions() | FORMULAS
         self.forward, self.backward, self._above = None, None, 0.0
-        module = tagged(self.module)  # values that the plan recomputes are not saved
+        module = tag(self.module)  # values that the plan recomputes are not saved
         module, self._late = as_constants(module, self._constant)
-        keeps = self.backend != "inductor"  # which reuses the memory of what was saved
+        # inductor reuses the memory of what was saved, unless other forwards need it
+        keeps = self.backend != "inductor" or (self._plan is not None and self._plan.gathers_once)
         compiling = self._compiled, self._partition, decompositions
         run = derive(module, values, *compiling, keeps_saved=keeps)
         if self.forward is None and self._late:  # the scalar is no loss
@@ -240,11 +250,16 @@ class Scheduled:
         """
         backward = gm is not self.forward
         run = self._unguarded(gm, example_inputs, backward)
-        if not backward or self._deferred is None:  # a graph without gradients has no backward
-            return guarded(_without_views(run), "forward")
+        if self._deferred is None or self._reusing is None:  # a graph without gradients
+            return guard(_without_views(run), "forward")
+        if not backward:
+            self._forward_inputs = list(example_inputs)
+            forward = self._reusing
+            forward.begin(_taking_a_list(guard(run, "forward")))
+            return _without_views(takes_a_list(lambda values: forward.run(values, self.weights)))
         self._backward_inputs = list(example_inputs)
         forms = self._deferred
-        forms.begin(_taking_a_list(guarded(run, "backward")))
+        forms.begin(_taking_a_list(guard(run, "backward")))
         return takes_a_list(lambda values: forms.run(values, self.accumulator))
 
     @property
@@ -255,22 +270,35 @@ class Scheduled:
         )
 
     def _make_forms(self) -> None:
-        """Make the forms of the backward that hold gradients, once. Collective."""
-        forms = self._deferred
-        if forms is not None and not forms.has_variants and forms.ends:
-            ranks.together(
-                "deriving the sums of several backwards",
-                lambda: forms.make(self._form, self.defers_scattered),
-            )
+        """Make the forms that a step in micro-batches takes, once. Collective."""
+        for make in self._missing_forms():
+            ranks.together("deriving the graphs of micro-batches", make)
 
-    def _form(self, graph: fx.Graph) -> Callable[..., Any]:
-        """Return what runs another form of the backward, scheduled and compiled as it is."""
-        assert self.backward is not None
-        module = fx.GraphModule(self.backward, graph)
+    def _missing_forms(self) -> list[Callable[[], None]]:
+        """Return what makes the forms of the two graphs that are asked for and not there yet: of
+        the backward those that hold gradients, of the forward those that gather weights once.
+        """
+        backward, forward = self._deferred, self._reusing
+        makers: list[Callable[[], None]] = []
+        if backward is not None and not backward.has_variants and backward.ends:
+            form = partial(self._form, "backward")
+            makers.append(partial(backward.make, form, self.defers_scattered))
+        keeps = self.weights is not None and forward is not None and bool(forward.names)
+        if keeps and forward is not None and not forward.has_variants:
+            makers.append(partial(forward.make, partial(self._form, "forward")))
+        return makers
+
+    def _form(self, phase: Phase, graph: fx.Graph) -> Callable[..., Any]:
+        """Return what runs another form of one of the graphs, scheduled and compiled as it is."""
+        backward = phase == "backward"
+        derived = self.backward if backward else self.forward
+        known = self._backward_inputs if backward else self._forward_inputs
+        assert derived is not None
+        module = fx.GraphModule(derived, graph)
         more = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
-        inputs = [*self._backward_inputs, *more[len(self._backward_inputs) :]]
-        module.graph = self._scheduled(module.graph, "backward", self._step).graph
-        return _taking_a_list(guarded(self._unguarded(module, inputs, backward=True), "backward"))
+        inputs = [*known, *more[len(known) :]]
+        module.graph = self._scheduled(module.graph, phase, self._step).graph
+        return _taking_a_list(guard(self._unguarded(module, inputs, backward), phase))
 
     def _unguarded(
         self, gm: fx.GraphModule, example_inputs: Any, backward: bool
@@ -298,8 +326,9 @@ class Scheduled:
         step = StepMemory(primals, saved, staged)
         phases: tuple[tuple[fx.GraphModule, Phase], ...]
         phases = (self.forward, "forward"), (self.backward, "backward")
-        self._there["backward"] = self.stored | sent_as_given(self.backward.graph)
+        self._there["backward"] = self.stored | sent_unchanged(self.backward.graph)
         self._deferred, self._step = DeferredBackward(self.backward.graph, self._layouts), step
+        self._reusing = ReusingForward(self.forward.graph, self._parameters)
         for module, phase in phases:
             derived = self._scheduled(module.graph, phase, step)
             if derived.run is not None:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import fx
 
-from autopar.ir.graph import copied
+from autopar.ir.graph import copy_graph
 from autopar.ir.layout import Layout
 from autopar.passes.overlap.accumulation import Tail, tails, with_accumulated, without_sums
 
@@ -42,7 +42,10 @@ class DeferredBackward:
     """
 
     def __init__(self, backward: fx.Graph, layouts: Sequence[Layout | None]) -> None:
-        self._graph, self._layouts = copied(backward), layouts  # scheduling changes the other one
+        self._graph, self._layouts = (
+            copy_graph(backward),
+            layouts,
+        )  # scheduling changes the other one
         self.ends = tails(self._graph, layouts)
         self._summed: Run | None = None
         self._variants: dict[Form, Run] = {}

@@ -27,7 +27,7 @@ from autopar.errors import LayoutError, RankError
 from autopar.ir.padding import filled_up
 from autopar.ir.program import Input, without_autocast
 from autopar.ops.custom_functions import Captured
-from autopar.ops.devices import CPU, filled
+from autopar.ops.devices import CPU, fill_on
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.planner.plan_context import PlanContext
@@ -267,7 +267,7 @@ class _PlannedGraph:
                     values[self.places[output.target]].copy_(value)
             else:
                 leaves.append(value)
-        return pytree.tree_unflatten(leaves, signature.out_spec)
+        return pytree.tree_unflatten(leaves, signature.out_tree)
 
     def _renew_seed(self, device: Any) -> None:
         """Start anew after torch.manual_seed, as every graph of this process does. No two graphs
@@ -285,12 +285,12 @@ class _PlannedGraph:
     def _feed(self, entry: Input, values: Sequence[Any], device: Any) -> torch.Tensor:
         """Return the value of one placeholder of the planned graph."""
         if entry.kind == "coordinate":
-            return filled((1,), self.own[entry.target], device)
+            return fill_on((1,), self.own[entry.target], device)
         if entry.kind == "seed":
             if entry.target != "seed":
                 return seed_at(self.seed, self.own, entry.target)
             self.seed = next_seed(self.seed)
-            return filled((), self.seed, device)
+            return fill_on((), self.seed, device)
         if entry.kind == "user":
             assert entry.position is not None
             layout, value = (

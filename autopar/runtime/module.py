@@ -47,7 +47,7 @@ from autopar.runtime.training.runners import Runner
 from autopar.runtime.training.step_graph import Seed, StepGraph
 from autopar.runtime.training.step_stats import StepClock
 from autopar.runtime.training.stored import StoredTensors, cut_state, own_tensors
-from autopar.runtime.training.unshard import unsharded
+from autopar.runtime.training.unshard import unshard
 from autopar.world import ranks
 from autopar.world.world import say_once
 
@@ -310,7 +310,7 @@ class ParallelModule(Inspection, nn.Module):
         """
         self._autopar.stored.has_numbers()
         place = self._autopar.device if device is None else torch.device(device)
-        return unsharded(self, self._autopar.root, self._autopar.full_tensor, rank, place)
+        return unshard(self, self._autopar.root, self._autopar.full_tensor, rank, place)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients such that the norm of all of them together is at most `max_norm`, and

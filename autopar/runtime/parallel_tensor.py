@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 
 from autopar._compat import (
     OpOverload,
-    fit_spec,
+    fit_placing,
     from_part,
     local_of,
     placing_of,
@@ -48,7 +48,7 @@ from autopar.world import ranks
 
 Kind = Literal["item", "draw", "pointwise", "foreach", "view", "write", "other"]
 
-SAVE_WHOLE = (
+SAVE_UNSHARDED = (
     "    state = get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, "
     "cpu_offload=True))  # on every rank\n"
     "    if rank == 0: torch.save(state, path)"
@@ -202,7 +202,7 @@ class ParallelTensor(DTensor):
             shape, part = tuple(self.shape), tuple(local_of(self).shape)
             raise InputError(
                 f"this rank holds a part of {part} of a tensor of {shape}, and what is pickled "
-                f"here would be that part alone. The whole is saved by\n{SAVE_WHOLE}\nwith "
+                f"here would be that part alone. The whole is saved by\n{SAVE_UNSHARDED}\nwith "
                 "get_model_state_dict (get_optimizer_state_dict for an optimizer's) of "
                 "torch.distributed.checkpoint.state_dict. autopar.Checkpoints saves each rank's "
                 "part and loads it in any layout; `with autopar.own_shards():` around torch.save "
@@ -359,7 +359,7 @@ def _pointwise(func: OpOverload, args: Any, kwargs: Any) -> Any:
         return like
     if not isinstance(result, torch.Tensor) or result.device != local_of(like).device:
         return None
-    return become_parallel(from_part(result, fit_spec(placing_of(like), result.dtype)))
+    return become_parallel(from_part(result, fit_placing(placing_of(like), result.dtype)))
 
 
 def _foreach(func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -389,7 +389,7 @@ def _foreach(func: OpOverload, args: Any, kwargs: Any) -> Any:
     if func._schema.is_mutable:
         return result if result is None else list(likes)
     return [
-        become_parallel(from_part(x, fit_spec(placing_of(like), x.dtype)))
+        become_parallel(from_part(x, fit_placing(placing_of(like), x.dtype)))
         for x, like in zip(result, likes, strict=True)
     ]
 
@@ -568,7 +568,7 @@ def _run_unsharded(func: Any, args: Any, kwargs: Any, error: Exception | None = 
     def shard(x: torch.Tensor) -> torch.Tensor:
         if x.shape == like.shape and not _is_partial(like) and like._view_of is None:
             return become_parallel(
-                from_part(own_part(x, like), fit_spec(placing_of(like), x.dtype))
+                from_part(own_part(x, like), fit_placing(placing_of(like), x.dtype))
             )
         return replicate(x, like)
 

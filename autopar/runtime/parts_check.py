@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from autopar._compat import pytree
 from autopar.errors import VerificationError
-from autopar.ir.graph import copied
+from autopar.ir.graph import copy_graph
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import arguments_of
 from autopar.ops.rules.shapes import DRAWS
@@ -116,7 +116,7 @@ def _without_draws(module: fx.GraphModule) -> fx.GraphModule:
     """Return the module with every rate of dropout zero, and one number in the place of random
     ones.
     """
-    graph = copied(module.graph)
+    graph = copy_graph(module.graph)
     for node in list(graph.nodes):
         if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
             continue

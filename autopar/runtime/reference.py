@@ -30,7 +30,7 @@ from autopar.errors import VerificationError
 from autopar.ir.graph import where
 from autopar.ir.program import Program, Value
 from autopar.ops.devices import CPU, on_device
-from autopar.ops.recomputation import Visit, unchanged
+from autopar.ops.recomputation import Visit, identity
 
 
 def to_float64(program: Program) -> Program:
@@ -323,7 +323,7 @@ def reference_step(reference: Program, observe: Observe) -> Reference:
 def _find_undefined(reference: Program, values: Observed, observe: Observe) -> dict[Name, Tensor]:
     nodes = unwritten_memory(reference)
     undefined = (
-        _differing(values, observe(fill_unwritten(reference, poison), unchanged)) if nodes else {}
+        _differing(values, observe(fill_unwritten(reference, poison), identity)) if nodes else {}
     )
     if any(isinstance(name, str) for name in undefined):
         _refuse_undefined(reference, nodes, values, observe)
@@ -334,7 +334,7 @@ def _refuse_undefined(
     reference: Program, nodes: list[fx.Node], values: Observed, observe: Observe
 ) -> None:
     for node in nodes:
-        others = observe(fill_unwritten(reference, poison, only=node.name), unchanged)
+        others = observe(fill_unwritten(reference, poison, only=node.name), identity)
         for name in _differing(values, others):
             if isinstance(name, str):
                 raise VerificationError(

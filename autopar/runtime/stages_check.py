@@ -24,7 +24,7 @@ from autopar.ir.pipeline_schedule import Action, actions
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.links import Links
-from autopar.passes.microbatches import Parts, in_one_part
+from autopar.passes.microbatches import Parts, without_microbatches
 from autopar.passes.stages import Stage, cut
 from autopar.runtime import lockstep
 from autopar.runtime.parts_check import leaves_of_parts
@@ -59,7 +59,7 @@ def compare_stages(
     """
     plan = program.plan
     assert plan is not None and plan.stage_starts
-    parts = parts or in_one_part(program)
+    parts = parts or without_microbatches(program)
     pipeline = plan.pipeline
     schedule = actions(plan.schedule, pipeline, parts.count)
     stages = cut(program, plan.stage_starts)

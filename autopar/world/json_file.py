@@ -1,6 +1,6 @@
 """Read and write the JSON documents that people edit: worlds, and plans with a world inside.
 
-Example: facts = checked(TypeAdapter(World), read("world.json", WORLD), "world.json", WORLD)
+Example: facts = read_json(TypeAdapter(World), read("world.json", WORLD), "world.json", WORLD)
 
 Reading checks a document against its dataclass and names every wrong field in one error. Writing
 replaces the file in one step, or leaves it as it was. Called by world/world.py, ir/plan_file.py
@@ -68,7 +68,7 @@ def read(path: str | os.PathLike[str], kind: Kind) -> str:
         refuse(kind, f"cannot read the {kind.name} in {_printable(str(path))}: {error}")
 
 
-def checked(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
+def read_json(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
     """Parse and validate a JSON text. Raises the kind's error, which names `where` the text stands
     and every wrong field with its value; for a document of another version it says only that. An
     object that names a field twice is an error too.
@@ -84,7 +84,7 @@ def checked(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
 
 
 def checked_inside(adapter: TypeAdapter[T], data: Any, where: str, kind: Kind) -> T:
-    """Validate as `checked` does what json.loads gave, where it stands inside another document."""
+    """Validate as `read_json` does what json.loads gave, from inside another document."""
     _check_version(data, where, kind)
     try:
         text = json.dumps(kind.renewed(data))  # NaN too: the field is named then

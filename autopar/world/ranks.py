@@ -106,7 +106,7 @@ def agree_on(request: Mapping[str, str]) -> None:
                 by_value.setdefault(options[name], []).append(number)
         if len(by_value) > 1:
             values = ", ".join(
-                f"{value} on {named(holders)}" for value, holders in by_value.items()
+                f"{value} on {names_of(holders)}" for value, holders in by_value.items()
             )
             differing.append(f"{name} is {values}")
     if differing:
@@ -140,10 +140,10 @@ def all_of(value: Any) -> list[Any]:
     return values
 
 
-def named(numbers: Sequence[int]) -> str:
+def names_of(numbers: Sequence[int]) -> str:
     """Return ranks as messages name them.
 
-    >>> named([1]), named([0, 2, 3]), named(range(20))
+    >>> names_of([1]), names_of([0, 2, 3]), names_of(range(20))
     ('rank 1', 'ranks 0, 2, 3', 'ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more')
     """
     shown = ", ".join(str(number) for number in numbers[:_SHOWN])
@@ -161,7 +161,7 @@ def backends() -> dict[str, str]:
     return {kind: backend for kind, _, backend in pairs}
 
 
-def accelerated() -> str | None:
+def accelerator_type() -> str | None:
     """Return the type of device that has a backend of its own in the running group, such as "cuda"
     with NCCL; None where gloo serves all devices or no group runs.
     """

@@ -180,8 +180,8 @@ def _key(rank: int) -> str:
 def missing(gone: Sequence[int]) -> str:
     """Return the message about ranks that are silent."""
     return (
-        f"nothing is heard of {ranks.named(gone)} any more (killed, crashed or stopped: see what "
-        "was written there last)"
+        f"nothing is heard of {ranks.names_of(gone)} any more (killed, crashed or stopped: see "
+        "what was written there last)"
     )
 
 
@@ -196,7 +196,7 @@ def positions(signs: Sequence[Sign | None]) -> str:
         if sign is not None:
             by_position.setdefault((sign.calls, sign.where), []).append(number)
     return ", ".join(
-        f"{ranks.named(members)} {'has' if len(members) == 1 else 'have'} made {calls} "
+        f"{ranks.names_of(members)} {'has' if len(members) == 1 else 'have'} made {calls} "
         f"call{'s' if calls != 1 else ''} ({where})"
         for (calls, where), members in by_position.items()
     )

@@ -58,19 +58,19 @@ WORLD = json_file.Kind(
 
 def read(kind: type[T], path: str | os.PathLike[str]) -> T:
     """Return the object in a JSON file. Raises WorldError with the file and every wrong field."""
-    return parsed(kind, json_file.read(path, WORLD), str(path))
+    return parse(kind, json_file.read(path, WORLD), str(path))
 
 
-def parsed(kind: type[T], text: str, where: str) -> T:
+def parse(kind: type[T], text: str, where: str) -> T:
     """Return the object in a JSON text. Raises WorldError with `where` it stands and every wrong
     field.
     """
-    value: T = json_file.checked(_adapter(kind), text, where, WORLD)
+    value: T = json_file.read_json(_adapter(kind), text, where, WORLD)
     return value
 
 
 def parsed_inside(kind: type[T], data: Any, where: str) -> T:
-    """Return as `parsed` does an object that json.loads has read."""
+    """Return as `parse` does an object that json.loads has read."""
     value: T = json_file.checked_inside(_adapter(kind), data, where, WORLD)
     return value
 
@@ -356,7 +356,7 @@ def _check_measured(measured: tuple[Measured, ...], ranks: int) -> None:
 CALIBRATED = "world.json"  # the file that calibration writes, in the folder of the run
 
 
-def calibrated(ranks: int | None) -> tuple[World | None, str]:
+def read_calibration(ranks: int | None) -> tuple[World | None, str]:
     """Return the world in this folder's file and "" if it has so many ranks (None: any); else None
     and why the file does not count, "" where there is no file. Raises WorldError for a file that
     cannot be read.
@@ -376,7 +376,7 @@ def running_world() -> tuple[World, str]:
     seen = World.detect()
     if seen.ranks == 1:
         return seen, ""
-    from_file, objection = calibrated(seen.ranks)
+    from_file, objection = read_calibration(seen.ranks)
     if from_file is not None and (from_file.device.name, from_file.backend) == (
         seen.device.name,
         seen.backend,

@@ -43,7 +43,7 @@ from autopar.cost.calibration.fit import (
     HEAD_SIZES,
     Attending,
     attention,
-    fitted,
+    fit_world,
 )
 from autopar.cost.calibration.measure import Case, actual_bytes
 from autopar.cost.compute import attention_seconds
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> None:
             seen = cases(ranks.running(), sizes)
             both = time_collectives([*seen, *drawn], device, options.seconds, quiet)
             known = Times({case: both.seconds[case] for case in seen}, both.rounds)
-            world, measured = fitted(World.detect(), lines(known)), both
+            world, measured = fit_world(World.detect(), lines(known)), both
         else:
             shown = quiet if ranks.rank() else said
             world = calibrate(World.detect(), [], options.seconds, shown)
@@ -122,7 +122,7 @@ def unseen(count: int, sizes: Sequence[int], seed: int) -> list[Case]:
 def without(world: World, pattern: Pattern) -> World:
     """What the calibration would have found, had the pattern not been measured."""
     known = [one for one in world.measured if one.pattern != pattern]
-    return fitted(replace(World.detect(), device=world.device), known)
+    return fit_world(replace(World.detect(), device=world.device), known)
 
 
 def show(world: World, drawn: Sequence[Case], strange: set[int], measured: Times) -> None:

@@ -41,7 +41,7 @@ from autopar.cost.simulator.graph_events import (
     graph_seconds,
     op_seconds,
 )
-from autopar.ir.graph import computed, copied
+from autopar.ir.graph import add_call, copy_graph
 from autopar.ir.mesh import Mesh, group_name
 from autopar.ops.process_groups import connect
 from autopar.passes.overlap import DerivedGraph, chunk, reinplace, schedule
@@ -80,7 +80,7 @@ def row_of_products(case: Case, ranks: int, group: str, count: int = _PRODUCTS) 
     x, *weights = (graph.placeholder(f"x{i}") for i in range(len(values)))
     for node, value in zip((x, *weights), values, strict=True):
         node.meta["val"] = value
-    add = functools.partial(computed, graph)
+    add = functools.partial(add_call, graph)
     for w in weights:
         x = _LINKS[case.kind](add, x, w, ranks, group)
     graph.output((x,))
@@ -153,7 +153,7 @@ def sized(kind: str, ratio: float, world: World, group: str) -> Case:
 
 def prepared(graph: fx.Graph, world: World) -> Callable[..., Any]:
     """Scheduled, what can be in place, ready to be called."""
-    derived = schedule.schedule(DerivedGraph(copied(graph), "forward"), world)
+    derived = schedule.schedule(DerivedGraph(copy_graph(graph), "forward"), world)
     derived = reinplace.reinplace(derived, world)
     return fx.GraphModule(torch.nn.Module(), derived.graph).forward
 

@@ -205,7 +205,7 @@ def test_ranks_of_a_node_talk_past_the_limited_link(tmp_path):
 @needs_root
 @pytest.mark.slow
 @pytest.mark.parametrize("rate", ["100mbit", "400mbit", "2gbit"])  # above, others' work shows
-def test_the_rate_is_kept_within_15_percent(tmp_path, rate, monkeypatch):
+def test_the_rate_stays_within_15_percent(tmp_path, rate, monkeypatch):
     shape, out = Shape(2, 1, read_rate(rate)), tmp_path / "facts"
     assert shape.rate is not None
     monkeypatch.setenv("BYTES", str(round(shape.rate / 8 * 0.4)))

@@ -16,7 +16,7 @@ SMALL = Job("gpt-5b", PERLMUTTER, 8, 16)
 
 @pytest.mark.slow_cells("grid0", "grid1")
 @pytest.mark.parametrize("grid", [Grid4D(x=4, y=2, z=2, data=2), Grid4D(x=2, z=2, data=2)])
-def test_a_layer_moves_what_plans_of_two_depths_differ_by(grid: Grid4D) -> None:
+def test_a_layer_sends_what_plans_of_two_depths_differ_by(grid: Grid4D) -> None:
     """Read off one grid of one model, evaluated on another of another. Without a y axis the bias of
     q, k and v is stored whole, so it is not gathered: that, and no byte besides, is the difference.
     """

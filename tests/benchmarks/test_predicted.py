@@ -79,7 +79,7 @@ def test_a_group_without_auto_and_ddp_cannot_be_compared():
         predicted.levelled([group])
 
 
-def test_measured_ranks_are_held_against_themselves():
+def test_measured_ranks_are_compared_with_themselves():
     steady = timed("autopar ddp", [1.0, 1.0, 1.0, 1.0], 1.0)
     either = [timed(str(i), [2.0, 3.0, 2.0, 3.0][i:] + [2.0] * i, 1.0) for i in range(2)]
     cell = {"contestants": [steady, *either]}

@@ -88,7 +88,7 @@ def test_depth_pays_only_for_tall_inputs():
         assert bool(of_deep < words.at(flat.words.again, flat, (8,), ratio)) == deep_wins
 
 
-def test_zero_3_moves_three_times_the_parameters():
+def test_zero_3_sends_three_times_the_parameters():
     """arXiv 1910.02054, section 7: 3Ψ against 2Ψ of plain data parallelism."""
     sharded, plain = formulas.fsdp().again, formulas.ddp().again
     assert sympy.limit(sharded / (formulas.k * formulas.n), formulas.P, sympy.oo) == 3
@@ -176,7 +176,7 @@ def _formula(chain: Chain, expression: sympy.Expr) -> float:
 
 
 @by_chain
-def test_formulas_count_what_the_changes_of_state_move(chain):
+def test_formulas_count_what_reshards_send(chain):
     """Two products have twice the words of one; their middle matrix is stored for both."""
     placed, found = _placed(chain), words.BY_NAME[chain.name].words
     products = len(placed) // 2
@@ -200,7 +200,7 @@ def test_formulas_repeat_the_gathers_of_operands(chain):
 
 # -- pictures --------------------------------------------------------------------------------------
 @by_chain
-def test_the_drawn_blocks_multiply_to_the_product(chain):
+def test_the_drawn_blocks_multiply_to_the_result(chain):
     """Every rank multiplies its blocks of the lower row; joined, they are the whole product."""
     mesh, matrices = Mesh.parse(chain.mesh), chain.matrices
     generator = torch.Generator().manual_seed(0)

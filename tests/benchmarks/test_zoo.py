@@ -131,7 +131,7 @@ def test_thirty_models_at_real_sizes():
     assert len(real_models.FACTORIES) >= 30 and real_models.GLOBAL_BATCH >= 4 * real_rows.RANKS
 
 
-def test_no_model_at_real_size_runs_a_hundredth_of_its_flops_whole_under_fsdp():
+def test_no_model_at_real_size_runs_a_hundredth_of_its_flops_unsharded_under_fsdp():
     shares = {n: r["fsdp"]["whole"] for n, r in REAL.items() if "whole" in r.get("fsdp", {})}
     assert len(shares) > 20 and not {n for n, share in shares.items() if share >= 0.01}
 
@@ -151,7 +151,7 @@ def test_planning_a_mixture_of_experts_takes_at_most_twice_what_a_dense_model_do
 
 
 @pytest.mark.slow
-def test_a_mixture_of_experts_is_planned_beside_a_dense_model(monkeypatch, capsys, tmp_path):
+def test_a_mixture_of_experts_is_planned_next_to_a_dense_model(monkeypatch, capsys, tmp_path):
     sizes = {
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4,
         "num_key_value_heads": 4, "num_local_experts": 4, "num_experts_per_tok": 2,

@@ -37,5 +37,5 @@ def test_people_read_the_degrees_and_the_gain() -> None:
         (("--for", "megatron", "--out", "none/x.sh"), "there is no folder none"),
     ],
 )
-def test_mistakes_are_told(more: tuple[str, ...], message: str) -> None:
+def test_mistakes_are_reported(more: tuple[str, ...], message: str) -> None:
     assert message in refused(*SMALL, *more)

@@ -137,10 +137,10 @@ def test_a_name_of_a_hub_is_not_downloaded() -> None:
 def test_without_transformers_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find_spec(name: str) -> Any:
+    def find_others(name: str) -> Any:
         return None if name == "transformers" else real_find_spec(name)
 
-    monkeypatch.setattr(huggingface.importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(huggingface.importlib.util, "find_spec", find_others)
     path = str(write(tmp_path, LLAMA))
     assert "pip install 'autopar[hf]'" in refused("plan", path, "--ranks", "2")
 

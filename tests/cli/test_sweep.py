@@ -119,9 +119,9 @@ def test_a_page_of_curves(tmp_path: Path) -> None:
 
 
 def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_spec(name: str) -> Any:
+    def find_others(name: str) -> Any:
         return None if name == "plotly" else real_find_spec(name)
 
-    monkeypatch.setattr(sweep_plot.importlib.util, "find_spec", find_spec)
+    monkeypatch.setattr(sweep_plot.importlib.util, "find_spec", find_others)
     text = refused("sweep", "test_cli:tiny", "--plot", "x.html")
     assert "pip install 'autopar[report]'" in text

@@ -64,7 +64,7 @@ def slow_attention(world: World) -> World:
 
 
 # -- one op ----------------------------------------------------------------------------------------
-def test_without_calibration_it_is_a_product_and_its_backward_five_for_two() -> None:
+def test_without_calibration_it_is_a_matmul_and_its_backward_five_for_two() -> None:
     spec = OpShardingRule((), (), {}, flops=1e12, attends=CAUSAL)
     forward = rule_seconds(spec, 1e12, 0.0, FLOAT, False, PLAIN)
     both = rule_seconds(spec, 1e12, 0.0, FLOAT, True, PLAIN)
@@ -132,7 +132,7 @@ def test_derived_graphs_take_what_the_plan_says() -> None:
     assert notes is not None
     ((name, spec),) = [(n, s) for n, s in notes.specs.items() if s.attends is not None]
     choice = plan.choices[name]
-    parts = math.prod(ways_split(choice.results[0]))
+    parts = math.prod(split_sizes(choice.results[0]))
     assert parts == world.ranks
     strategy = Strategy((), choice.operands, choice.results, parts)
     forward = node_seconds(spec, strategy, FLOAT, False, world)
@@ -150,7 +150,7 @@ def test_derived_graphs_take_what_the_plan_says() -> None:
     assert backward == pytest.approx(1.25 * forward, rel=1e-3)
 
 
-def ways_split(layout: Any) -> list[int]:
+def split_sizes(layout: Any) -> list[int]:
     """By dim, over how many ranks it is split."""
     return [a // b for a, b in zip(layout.shape, layout.local_shape, strict=True)]
 
@@ -175,7 +175,7 @@ def test_attention_is_timed_over_a_grid(monkeypatch: pytest.MonkeyPatch) -> None
     own = [(FLOAT, Attends(24, 4, True)), (FLOAT, Attends(10**7, 16, False))]
     device = torch.device("cpu")
     known = replace(PLAIN, flop_per_s={"float32": 1e9})
-    wanted = timing.wanted(own, [FLOAT], known, False)
+    wanted = timing.attention_cases(own, [FLOAT], known, False)
     assert {one.shape.keys for one in wanted if not one.shape.causal} == {16, 64}
     products = [Matmul(FLOAT, 8, 8, 8)]
     times, each, others = time_computing(products, wanted, device, 0.01, lambda *_: None)

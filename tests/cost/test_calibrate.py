@@ -44,7 +44,7 @@ TRUE = World((Level(2, 6e8, 1e-4), Level(4, 5e7, 1e-3)), CORE, launch_s=3e-4)
 GUESS = World((Level(2, 1.5e9, 2e-4), Level(4, 1.25e9, 8e-4)), CORE, launch_s=1e-3)
 
 
-def made_up(world: World, factors: dict[str, float], noise: float = 0.0) -> Times:
+def modelled_times(world: World, factors: dict[str, float], noise: float = 0.0) -> Times:
     """What calibration would measure if the formulas were true, with relative noise."""
     rng = np.random.default_rng(0)
     seconds: dict[Case | Matmul, float] = {}
@@ -112,7 +112,7 @@ def test_least_squares_without_negatives() -> None:
 
 def test_levels_and_factors_are_recovered() -> None:
     factors = {"all_gather": 1.3, "broadcast": 0.7}
-    world = fit.fitted(GUESS, lines(made_up(TRUE, factors)))
+    world = fit.fit_world(GUESS, lines(modelled_times(TRUE, factors)))
     for found, true in zip(world.levels, TRUE.levels, strict=True):
         assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3)
         assert found.latency_s == pytest.approx(true.latency_s, rel=1e-3)
@@ -122,15 +122,15 @@ def test_levels_and_factors_are_recovered() -> None:
     )
 
 
-def test_noise_moves_them_little() -> None:
-    world = fit.fitted(GUESS, lines(made_up(TRUE, {}, noise=0.1)))
+def test_noise_shifts_them_little() -> None:
+    world = fit.fit_world(GUESS, lines(modelled_times(TRUE, {}, noise=0.1)))
     for found, true in zip(world.levels, TRUE.levels, strict=True):
         assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.15)
 
 
 def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
     """8 ranks as 2 × 2 × 2, over the outer and the inner axis: no single stride says that."""
-    world = fit.fitted(GUESS, lines(made_up(TRUE, {"all_reduce": 1.0})))
+    world = fit.fit_world(GUESS, lines(modelled_times(TRUE, {"all_reduce": 1.0})))
     traffic, mesh = Traffic("all_reduce", 10**6), Mesh.parse("a2.b2.c2")
     price = collective_cost(traffic, ("a", "c"), mesh, 4, world, flat_algorithms)
     true = collective_cost(traffic, ("a", "c"), mesh, 4, TRUE, flat_algorithms)
@@ -178,7 +178,7 @@ def test_every_pattern_of_a_world() -> None:
     assert patterns(4) == [((2, 1),), ((4, 1),), ((2, 2),)]
     assert len(patterns(8)) == 6 and len(patterns(6)) == 5
     found = cases(4, calibration.CPU_SIZES)
-    assert len({case.whole_bytes for case in found}) >= 5
+    assert len({case.unsharded_bytes for case in found}) >= 5
     assert {case.kind for case in found} == set(KINDS)
     assert {case.pattern for case in found if not case.together} == {((2, 1),), ((2, 2),)}
 
@@ -224,14 +224,14 @@ def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
     assert calibration._visits(case._replace(together=False), short) == 3
 
 
-def test_rounds_visit_each_case_as_often_as_asked() -> None:
+def test_rounds_visit_each_case_as_often_as_requested() -> None:
     shares: list[float] = []
     found = measure.in_rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
     assert len(found[1]) == 3 * len(found[0]) and set(found[1]) == {1.0}
     assert shares == sorted(shares)
 
 
-def test_forms_of_products_are_timed_with_copies() -> None:
+def test_forms_of_matmuls_are_timed_with_copies() -> None:
     shapes = [Matmul(torch.float32, 64, 32, 16, form) for form in FORMS]
     shares: list[float] = []
     found = calibration.time_kernel_choices(
@@ -268,7 +268,7 @@ def test_other_ranks_than_the_world_has() -> None:
 
 
 # -- files -----------------------------------------------------------------------------------------
-CALIBRATED = fit.fitted(GUESS, lines(made_up(TRUE, {}))[:4])
+CALIBRATED = fit.fit_world(GUESS, lines(modelled_times(TRUE, {}))[:4])
 
 
 def test_a_calibrated_world_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def test_small_sums_go_up_a_tree_and_large_ones_around_a_ring() -> None:
 
 
 # -- the emulated cluster --------------------------------------------------------------------------
-def test_the_emulated_cluster_moves_what_was_modelled() -> None:
+def test_the_emulated_cluster_sends_what_was_modelled() -> None:
     """Design, section 6: modelled, measured in brackets."""
     between, four, node = ((2, 2),), ((4, 1),), ((2, 1),)
     assert flat(EMULATED, between, 4e6) == pytest.approx(0.160, abs=5e-4)  # (0.177)
@@ -170,7 +170,7 @@ def test_two_levels_where_they_win() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_ways_are_in_order_and_none_is_idle(kind: str) -> None:
+def test_the_algorithms_are_in_order_and_none_is_idle(kind: str) -> None:
     found = algorithms(World.preset("dgx-h100", 1024), kind, ((1024, 1),))
     for one, other in itertools.pairwise(found):
         assert one.start_s < other.start_s and one.s_per_byte > other.s_per_byte

@@ -40,7 +40,7 @@ def world(share: float) -> World:
         (1, 4, 0),
     ],
 )
-def test_the_transport_takes_what_computing_needs(busy: float, cores: float, lost: float) -> None:
+def test_gloo_threads_take_what_computing_needs(busy: float, cores: float, lost: float) -> None:
     """Two ranks a core have half of one each; with cores to spare nothing is lost."""
     assert measure_crowding(busy, cores) == pytest.approx(lost)
 

@@ -90,7 +90,7 @@ def pair() -> Plan:
     return autopar.plan(Pair(), 16, inputs, Grid4D(2, 2, 2, 2))
 
 
-def test_4d_moves_what_its_formulas_say(pair: Plan) -> None:
+def test_4d_sends_what_its_formulas_say(pair: Plan) -> None:
     """The closed forms of AxoNN's communication model, for every size of model and mesh."""
     formula = pair.formula()
     products = [  # without the sum of the loss, and the gradient that the user gets whole

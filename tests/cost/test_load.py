@@ -211,7 +211,7 @@ def test_groups_that_cross_share_the_link_between_them() -> None:
     assert rates == pytest.approx([1e10, 0.5e10, 1e10])
 
 
-def test_equal_ways_share_a_flow() -> None:
+def test_equal_routes_share_a_flow() -> None:
     """Two spines carry half each."""
     graph = nx.Graph()
     for rank in range(2):

@@ -40,7 +40,7 @@ def _checked(cases: Iterable[Case]) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_planned_is_held() -> None:
+def test_what_is_planned_is_in_memory() -> None:
     """An allocator's count on real ranks, within a tenth and below the limit."""
     _checked(case for case in CASES if case.ranks == 2 and case.model in QUICK)
 
@@ -162,7 +162,7 @@ SLOW = pytest.mark.slow
 )
 def test_auto_is_as_fast_as_any_named_layout_that_fits(name: str, ranks: int, part: float) -> None:
     """By the sum of all seconds, also where only the most frugal of them fits: between its least
-    peak and what auto takes. (tests/planner/test_hiding.py compares by overlapped steps.)
+    peak and what auto takes. (tests/planner/test_overlap_search.py compares by overlapped steps.)
     """
     model, args, kwargs = getattr(models, name)()
     inputs = kwargs or args

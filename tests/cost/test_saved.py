@@ -80,7 +80,7 @@ def test_the_parts_add_up_to_what_autograd_keeps(name: str) -> None:
     assert modelled(program) == pytest.approx(measured(program, args, kwargs), rel=0.02)
 
 
-def test_strategies_divide_what_is_kept() -> None:
+def test_strategies_divide_what_is_saved() -> None:
     mesh = Mesh.parse("x2.y2")
     x, weight = Layout(mesh, (8, 6), (S(0, 4), I)), Layout(mesh, (4, 6), (I, S(0, 2)))
     result = Layout(mesh, (8, 4), (S(0, 4), S(1, 2)))

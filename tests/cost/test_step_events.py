@@ -126,7 +126,7 @@ def test_gradients_and_gathers_hide_under_products() -> None:
 
 
 @pytest.mark.slow
-def test_dx_is_summed_under_the_product_for_dw() -> None:
+def test_dx_is_summed_under_the_matmul_for_dw() -> None:
     found = wide(2, "megatron").timeline()
     sums = [
         i

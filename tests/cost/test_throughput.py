@@ -45,7 +45,7 @@ def test_recomputation_is_no_work_of_the_model() -> None:
     assert full.utilization / full.rate == pytest.approx(none.utilization / none.rate)
 
 
-def test_what_was_held_against_published_runs_says_how_far_it_was() -> None:
+def test_what_was_compared_with_published_runs_says_how_far_it_was() -> None:
     model, args, _ = models.gpt()
     world = World.preset("dgx-h100", 2)
     found = throughput(autopar.plan(model, world, args, "ddp", smaller=False), args)

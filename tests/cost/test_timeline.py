@@ -76,7 +76,7 @@ def test_one_lane_is_a_queue_and_lanes_share_their_link() -> None:
 
 
 def test_gathers_are_issued_ahead_but_no_earlier_than_needed() -> None:
-    gathers = [sent(1, lane="z", ahead=True, held_bytes=8.0) for _ in range(3)]
+    gathers = [sent(1, lane="z", ahead=True, in_flight_bytes=8.0) for _ in range(3)]
     events = [gathers[0], op(3, 0), gathers[1], op(3, 2), gathers[2], op(3, 4)]
     run = simulate_overlap(events)
     assert run.seconds == 10  # the first gather alone is waited for
@@ -89,7 +89,7 @@ def test_gathers_ahead_keep_the_memory_bound() -> None:
     """Gathers slower than their products would all go at once."""
     events = []
     for i in range(4):
-        events += [sent(3, lane="z", ahead=True, held_bytes=8.0), op(1, 2 * i)]
+        events += [sent(3, lane="z", ahead=True, in_flight_bytes=8.0), op(1, 2 * i)]
     free, bound = simulate_overlap(events), simulate_overlap(events, ahead_bytes=8.0)
     assert free.seconds == 4 * 3 + 1
     assert [a.event for a in free.order[:4]] == [0, 2, 4, 1]
@@ -142,7 +142,9 @@ def programs(draw: st.DrawFn) -> list[Event]:
         phase = "backward" if index > 8 else "forward"
         facts = {"lane": lane, "link": draw(st.integers(0, 1)) if lane else 0}
         kind = "all_reduce" if lane else "compute"
-        events.append(Event("e", kind, seconds, after, phase, ahead=ahead, held_bytes=4.0, **facts))
+        events.append(
+            Event("e", kind, seconds, after, phase, ahead=ahead, in_flight_bytes=4.0, **facts)
+        )
     return events
 
 
@@ -175,10 +177,10 @@ def as_one_event(events: Sequence[Event], members: Sequence[int]) -> Event:
 
 def late(seconds: float, *after: int, **more: Any) -> Event:
     """A sum in the backward, of one byte."""
-    return sent(seconds, *after, phase="backward", held_bytes=1.0, **more)
+    return sent(seconds, *after, phase="backward", in_flight_bytes=1.0, **more)
 
 
-def test_sums_that_no_product_needs_go_together() -> None:
+def test_sums_that_no_matmul_needs_go_together() -> None:
     events = [
         op(9),
         late(1, 0),
@@ -190,7 +192,7 @@ def test_sums_that_no_product_needs_go_together() -> None:
         late(1, 6),
     ]
     assert together(events, 8) == [[3, 5]]  # one leads to a product, one hangs on both
-    found = buckets.joined(events, [[3, 5]], lambda members: as_one_event(events, members))
+    found = buckets.fuse_buckets(events, [[3, 5]], lambda members: as_one_event(events, members))
     assert [e.after for e in found] == [(), (0,), (1,), (2,), (2, 3), (4,), (5,)]
     assert [e.name == "bucket" for e in found].index(True) == 4  # where the last of them stood
 
@@ -203,12 +205,12 @@ def test_a_bucket_is_of_one_lane_and_not_too_large() -> None:
 
 def test_gathers_go_together_before_the_first_use() -> None:
     """Those of the second axis, too, though they stand between those of the first."""
-    ahead = {"ahead": True, "held_bytes": 1.0}
+    ahead = {"ahead": True, "in_flight_bytes": 1.0}
     pair = [sent(1, **ahead), sent(1, 0, lane="y", **ahead), op(9, 1)]
     events = [*pair, sent(1, **ahead), sent(1, 3, lane="y", **ahead), op(9, 2, 4)]
     found = together(events, 8)
     assert found == [[0, 3], [1, 4]]
-    made = buckets.joined(events, found, lambda members: as_one_event(events, members))
+    made = buckets.fuse_buckets(events, found, lambda members: as_one_event(events, members))
     assert [(e.name, e.after) for e in made] == [
         ("bucket", ()), ("bucket", (0,)), ("op", (1,)), ("op", (1, 2))
     ]  # fmt: skip
@@ -216,13 +218,13 @@ def test_gathers_go_together_before_the_first_use() -> None:
 
 def test_collectives_are_joined_in_each_level_as_in_the_one_before() -> None:
     """A sum of three, the second of which is too large for the bucket, and what follows each."""
-    first = [late(1, 0), late(1, 0)._replace(held_bytes=9.0), late(1, 0)]
+    first = [late(1, 0), late(1, 0)._replace(in_flight_bytes=9.0), late(1, 0)]
     events = [op(9), *first, *(late(1, number, lane="y") for number in (1, 2, 3))]
     assert together(events, 8) == [[1, 3], [4, 6]]
     apart = [op(9), *(late(1, 0) for _ in range(4))]
     apart += [late(1, number, lane="y") for number in (1, 2, 3, 4)]
     assert together(apart, 2) == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    small = [event._replace(held_bytes=0.5) if event.lane == "y" else event for event in apart]
+    small = [event._replace(in_flight_bytes=0.5) if event.lane == "y" else event for event in apart]
     assert together(small, 2) == [[1, 2], [3, 4], [5, 6], [7, 8]]  # though four would fit
 
 
@@ -240,10 +242,10 @@ def test_what_a_bucket_copies_is_lost_to_computing(layout: str) -> None:
     alike: dict[Any, list[int]] = {}
     for index, (like, _) in step.joinable.items():
         alike.setdefault(like, []).append(index)
-    joint = [step.joint(members) for members in alike.values() if len(members) > 1]
-    assert {event.kind for event in joint} >= {"reduce_scatter", "all_gather"}
+    joined = [step.fuse(members) for members in alike.values() if len(members) > 1]
+    assert {event.kind for event in joined} >= {"reduce_scatter", "all_gather"}
     bandwidth = world.device.memory_bytes_per_s
-    for event, members in zip(joint, (m for m in alike.values() if len(m) > 1), strict=True):
+    for event, members in zip(joined, (m for m in alike.values() if len(m) > 1), strict=True):
         whole = sum(step.joinable[index][1] for index in members)
         in_levels = layout == "ddp" or " replicate" in event.name  # of what is stored whole
         assert event.takes_s == (0.0 if in_levels else 2 * whole / bandwidth)
@@ -276,7 +278,7 @@ def test_links_are_those_of_the_outermost_level() -> None:
 
 def test_thirty_thousand_events_are_all_placed() -> None:
     layer = [
-        sent(1.0, lane="z", ahead=True, held_bytes=1.0),
+        sent(1.0, lane="z", ahead=True, in_flight_bytes=1.0),
         *(op(0.5) for _ in range(9)),
         sent(2.0, 5),
         op(1.0, 0, 10),

@@ -37,7 +37,7 @@ def run(name: str, rank: int) -> Facts:
 
 
 @contextmanager
-def made_on(device: str) -> Iterator[FakeTensorMode]:
+def fake_cuda(device: str) -> Iterator[FakeTensorMode]:
     mode = FakeTensorMode()
     with mode, torch.device(device):
         yield mode
@@ -61,7 +61,7 @@ def layout(rank: int, name: str, *options: str) -> Facts:
         more["reduce_dtype"] = torch.float32
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if "reduce" in options else before)
-    with made_on(f"cuda:{rank}") as mode:
+    with fake_cuda(f"cuda:{rank}") as mode:
         model, args, kwargs = models.gpt(dropout=dropout)
     torch.set_default_dtype(before)
     plan = autopar.plan(model, 8, args or kwargs, layout=name, smaller=False, **more)
@@ -80,7 +80,7 @@ def layout(rank: int, name: str, *options: str) -> Facts:
 
 def timeline(rank: int) -> Facts:
     """Of a step on a GPU: an error, and not times of the host."""
-    with made_on(f"cuda:{rank}") as mode:
+    with fake_cuda(f"cuda:{rank}") as mode:
         model, args, _ = models.gpt()
     plan = autopar.plan(model, 8, args, layout="ddp", smaller=False)
     with mode:
@@ -92,7 +92,7 @@ def fingerprints(rank: int) -> Facts:
     """Of one model here, on the meta device, and on the CPU."""
     found = {}
     for device in (f"cuda:{rank}", "meta", "cpu"):
-        with made_on(device):
+        with fake_cuda(device):
             model, args, kwargs = models.llama()
         found[device.split(":")[0]] = fingerprint(trace_model(model, args or kwargs))
     return found
@@ -125,7 +125,7 @@ class _Copies(TorchDispatchMode):
 
 def steps(rank: int, name: str) -> Facts:
     """What waits for the device in the third step: nothing."""
-    with made_on(f"cuda:{rank}") as mode:
+    with fake_cuda(f"cuda:{rank}") as mode:
         model, args, kwargs = models.gpt(dropout=0.1)
     plan = autopar.plan(model, 8, args or kwargs, layout=name, smaller=False)
     with mode:
@@ -150,7 +150,7 @@ class _Forgetful(nn.Module):
 
 def mixed(rank: int) -> Facts:
     """A model that mixes devices: as on a GPU, that is an error."""
-    with made_on(f"cuda:{rank}"):
+    with fake_cuda(f"cuda:{rank}"):
         model, inputs = _Forgetful(), (torch.ones(8, 8),)
     autopar.plan(model, 8, inputs)
     return {}
@@ -159,7 +159,7 @@ def mixed(rank: int) -> Facts:
 def apart(rank: int, of_model: str, of_inputs: str) -> Facts:
     """A step of a model whose inputs are on another device than it is, before and after."""
     places = {"cpu": "cpu", "cuda": f"cuda:{rank}"}
-    with made_on(places[of_model]) as mode:
+    with fake_cuda(places[of_model]) as mode:
         model, _, _ = models.gpt()
     with mode, torch.device(places[of_inputs]):
         _, args, kwargs = models.gpt()
@@ -172,7 +172,7 @@ def apart(rank: int, of_model: str, of_inputs: str) -> Facts:
 
 def autocast(rank: int) -> Facts:
     """The dtypes of what enters the loss of a GPT, of bfloat16 logits: a GPU takes float32."""
-    with made_on(f"cuda:{rank}"):
+    with fake_cuda(f"cuda:{rank}"):
         model, args, kwargs = models.gpt()
     with torch.autocast("cuda", torch.bfloat16):
         traced = trace_model(model, args or kwargs)

@@ -37,8 +37,8 @@ class Step(NamedTuple):
 @dataclass(frozen=True)
 class Case:
     """`start`: what the first input is, of these `sizes`; `layout`: Python text, as it is given to
-    autopar, or `random_plan('x2.y2', 7)`; `changes`: what is done to the module, such as "eval";
-    `habits`: what is done to it between steps, as `| mode:3 data:7` at the end of the line.
+    autopar, or `random_plan('x2.y2', 7)`; `module_edits`: what is done to the module, such as
+    "eval"; `habits`: what is done to it between steps, as `| mode:3 data:7` at the line's end.
 
     >>> str(Case.parse("rows 4x6 | linear:1 | mean_square:2 return_loss:3 | | 2 | 'ddp'"))
     "rows 4x6 | linear:1 | mean_square:2 return_loss:3 | | 2 | 'ddp'"
@@ -48,7 +48,7 @@ class Case:
     sizes: tuple[int, ...]
     steps: tuple[Step, ...]
     ending: tuple[Step, ...]
-    changes: tuple[str, ...]
+    module_edits: tuple[str, ...]
     ranks: int
     layout: str
     habits: tuple[Step, ...] = ()
@@ -56,22 +56,22 @@ class Case:
     def __str__(self) -> str:
         first = f"{self.start} {'x'.join(map(str, self.sizes))}"
         steps, ending = (" ".join(map(str, some)) for some in (self.steps, self.ending))
-        changes = " ".join(self.changes)
+        module_edits = " ".join(self.module_edits)
         habits = [" ".join(map(str, self.habits))] if self.habits else []
-        parts = (first, steps, ending, changes, str(self.ranks), self.layout, *habits)
+        parts = (first, steps, ending, module_edits, str(self.ranks), self.layout, *habits)
         return " | ".join(parts).replace("|  |", "| |")
 
     @staticmethod
     def parse(text: str) -> Case:
         parts = (p.strip() for p in text.split("|"))
-        first, steps, ending, changes, ranks, layout, *habits = parts
+        first, steps, ending, module_edits, ranks, layout, *habits = parts
         start, sizes = first.split()
         return Case(
             start,
             tuple(map(int, sizes.split("x"))),
             _steps(steps),
             _steps(ending),
-            tuple(changes.split()),
+            tuple(module_edits.split()),
             int(ranks),
             layout,
             _steps(habits[0]) if habits else (),
@@ -116,9 +116,11 @@ def random_case(
     for place, kind in enumerate((LOSS, RETURN)):
         ending[place] = next((Step(n, 5) for n in wanted if TABLE[n].kind == kind), ending[place])
     rare = {"eval": 0.06, "freeze_first": 0.08, "input_gradient": 0.12, "no_bias_gradient": 0.04}
-    changes = tuple(name for name, often in rare.items() if draw.random() < often)
+    module_edits = tuple(name for name, often in rare.items() if draw.random() < often)
     sizes = _sizes(draw, start, world)
-    case = Case(start, sizes, tuple(steps), tuple(ending), changes, world, _layout(draw, world))
+    case = Case(
+        start, sizes, tuple(steps), tuple(ending), module_edits, world, _layout(draw, world)
+    )
     return _with_habits(case, draw) if draw.random() < habits else case
 
 

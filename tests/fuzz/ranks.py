@@ -77,7 +77,7 @@ def _compared(built: Built, layout: str, ranks: int) -> str:
     tolerance = LOOSE if built.loose else TOLERANCE
 
     def differ(expected: Trained) -> str:
-        return differences(found, expected, tolerance, lambda name, whole: whole)
+        return differences(found, expected, tolerance, lambda name, unsharded: unsharded)
 
     return agrees(differ, lambda: again(built), masks, tolerance)
 
@@ -103,7 +103,7 @@ def _trained(
         return leaves
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = train(Session(par, inputs, rank), habits, call, _whole)
+    found = train(Session(par, inputs, rank), habits, call, _gather)
     own = _constants(par)
     found.buffers = {
         n: b for n, b in found.buffers.items() if not n.startswith("coordinate_") and n not in own
@@ -111,7 +111,7 @@ def _trained(
     return found, masks
 
 
-def _whole(value: Any) -> Any:
+def _gather(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

@@ -25,7 +25,7 @@ from .habits import Session
 from .source import Built, Unfit
 
 # the function of that name hides the module
-dropping = importlib.import_module("autopar.ops.sharded.dropout")
+sharded_dropout = importlib.import_module("autopar.ops.sharded.dropout")
 STEPS = 2  # without habits
 
 
@@ -54,10 +54,10 @@ def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
             continue
         draws = torch.Generator().manual_seed(place)
         shape = tuple(leaf.shape)
-        whole = (
+        unsharded = (
             torch.randn(shape, generator=draws, dtype=torch.float64) if shape else 1 - 0.3 * place
         )
-        found.append(torch.as_tensor(whole, dtype=leaf.dtype))
+        found.append(torch.as_tensor(unsharded, dtype=leaf.dtype))
     return found
 
 
@@ -92,16 +92,16 @@ def train(
     session: Session,
     habits: Sequence[str],
     call: Callable[[Callable[[], list[Any]]], list[Any]],
-    whole: Callable[[Any], Any] = lambda value: value,
+    unsharded: Callable[[Any], Any] = lambda value: value,
 ) -> Trained:
     """Steps of SGD with a habit before each but the first. `call`: runs what may call the module;
-    `whole`: what a value is on one device.
+    `unsharded`: what a value is on one device.
     """
     found, model = Trained(), session.model
     for step, line in enumerate(["", *habits] if habits else [""] * STEPS):
         seen = call(partial(session.do, line)) if line else []
-        leaves = [whole(x) for x in call(session.call)]
-        results = [*map(whole, seen), *leaves]
+        leaves = [unsharded(x) for x in call(session.call)]
+        results = [*map(unsharded, seen), *leaves]
         found.outputs += [x.detach().clone() if isinstance(x, Tensor) else x for x in results]
         pairs = [(x, g) for x, g in zip(leaves, cotangents(leaves)) if g is not None]
         if pairs:
@@ -109,13 +109,13 @@ def train(
         if step == 0 or habits:
             named = gradients(model.named_parameters(), session.inputs)
             where = f" of step {step}" if step else ""
-            found.gradients |= {f"{n}{where}": whole(g) for n, g in named.items()}
+            found.gradients |= {f"{n}{where}": unsharded(g) for n, g in named.items()}
         session.update()
         for x in session.inputs:
             if habits and isinstance(x, Tensor):
                 x.grad = None
-    found.parameters = {n: whole(p.detach()) for n, p in model.named_parameters()}
-    found.buffers = {n: whole(b.detach()) for n, b in model.named_buffers()}
+    found.parameters = {n: unsharded(p.detach()) for n, p in model.named_parameters()}
+    found.buffers = {n: unsharded(b.detach()) for n, b in model.named_buffers()}
     return found
 
 
@@ -174,7 +174,9 @@ class _Replay(TorchFunctionMode):
         if self.below:
             return torch.where(self._coins(x.shape, 1 - p), x / (1 - p), 0)
         index = torch.arange(x.numel()).view(x.shape)
-        kept = dropping.hash_of(index, dropping.keys_of(self._seed())) >= round(p * 2**32)
+        kept = sharded_dropout.hash_of(index, sharded_dropout.keys_of(self._seed())) >= round(
+            p * 2**32
+        )
         return torch.where(kept, x / (1 - p), 0)
 
     def _coins(self, shape: Any, rate: Any) -> Tensor:
@@ -208,8 +210,8 @@ def agrees(
     fewer = {(n, len(step)) for n, step in zip(counts, seeds) if n > len(step)}
     if first and len(fewer) == 1:
         ((draws, used),) = fewer
-        for live in itertools.combinations(range(draws), used):
-            spread = [_spread(step, live, draws) if len(step) == used else step for step in seeds]
+        for drawn in itertools.combinations(range(draws), used):
+            spread = [_spread(step, drawn, draws) if len(step) == used else step for step in seeds]
             if not differ(trained(text(), spread)):
                 return ""
     if first or alarm:
@@ -232,9 +234,9 @@ def _room(off: Trained, expected: Trained, tolerance: float) -> dict[str, float]
     return {name: times for name, times in moved.items() if times > 1}
 
 
-def _spread(seeds: Sequence[int], live: Sequence[int], draws: int) -> list[int]:
-    """The seeds of this many draws, of which those not in `live` have any."""
-    given = dict(zip(live, seeds))
+def _spread(seeds: Sequence[int], drawn: Sequence[int], draws: int) -> list[int]:
+    """The seeds of this many draws, of which those not in `drawn` have any."""
+    given = dict(zip(drawn, seeds))
     return [given.get(place, 0) for place in range(draws)]
 
 

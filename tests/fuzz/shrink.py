@@ -55,8 +55,8 @@ def _simpler(case: Case, real: bool) -> Iterator[Case]:
         yield replace(case, steps=case.steps[:place] + case.steps[place + 1 :])
     for place in range(len(case.habits)):
         yield replace(case, habits=case.habits[:place] + case.habits[place + 1 :])
-    if case.changes:
-        yield replace(case, changes=())
+    if case.module_edits:
+        yield replace(case, module_edits=())
     loss, returned = case.ending
     for other in (_PLAIN[1], _PLAIN[2]):
         yield replace(case, ending=(other, returned))

@@ -34,7 +34,7 @@ from plans import random_plan
 
 from .case import Case
 from .habits import MOMENTUM, RATE
-from .reference import STEPS, Trained, agrees, cotangents, differences, dropping
+from .reference import STEPS, Trained, agrees, cotangents, differences, sharded_dropout
 from .source import Built, Unfit, build, run_text, with_habits_done
 
 _PLAN = re.compile(r"random_plan\('([^']+)', (\d+)\)")
@@ -74,10 +74,10 @@ def run(case: Case, seed: int = 0) -> Result:
 
 def run_built(built: Built, layout: str, ranks: int) -> Result:
     with double_by_default():
-        return _held_twice(built, layout, ranks)
+        return _compare_simulated(built, layout, ranks)
 
 
-def _held_twice(built: Built, layout: str, ranks: int) -> Result:
+def _compare_simulated(built: Built, layout: str, ranks: int) -> Result:
     """Against autopar's own graph by verify, and against the module."""
     found: list[Program] = []
     try:
@@ -179,7 +179,7 @@ def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
     """Enters the seeds of random numbers, as they are drawn, into the list that is the last not
     empty.
     """
-    plain = dropping.keys_of
+    plain = sharded_dropout.keys_of
 
     def spy(seed: Tensor) -> tuple[Tensor, Tensor]:
         number = int(seed)
@@ -188,7 +188,10 @@ def _seen_seeds(masks: list[list[int]]) -> Iterator[None]:
             masks[step].append(number)
         return plain(seed)
 
-    with mock.patch.object(dropping, "keys_of", spy), mock.patch.object(draws, "keys_of", spy):
+    with (
+        mock.patch.object(sharded_dropout, "keys_of", spy),
+        mock.patch.object(draws, "keys_of", spy),
+    ):
         yield
 
 
@@ -198,7 +201,7 @@ class _Rank:
     def __init__(self, program: Program, coordinate: dict[str, int], built: Built) -> None:
         self.program, self.coordinate, self.built = program, coordinate, built
         model = built.model
-        self.whole = {**dict(model.named_parameters(remove_duplicate=False)),
+        self.unsharded = {**dict(model.named_parameters(remove_duplicate=False)),
                       **dict(model.named_buffers(remove_duplicate=False))}  # fmt: skip
         self.tensors = {e.node: self._hold(e) for e in program.signature.inputs if e.stored}
         self.inputs: dict[int, Tensor] = {}
@@ -208,7 +211,7 @@ class _Rank:
             return torch.tensor([self.coordinate[entry.target]])
         if entry.kind == "constant":
             return self.program.tensors[entry.target].clone()
-        tensor = self.whole[entry.target].detach()
+        tensor = self.unsharded[entry.target].detach()
         if entry.kind != "parameter":
             return tensor.clone()
         layout, pads = self.program.layouts[entry.node], self.program.pads(entry.node)
@@ -268,9 +271,11 @@ class _Rank:
         return leaves
 
     def _backward(self, leaves: list[Any], nodes: list[str | None]) -> None:
-        whole = [_Whole.like(x, n and self.program.layouts.get(n)) for x, n in zip(leaves, nodes)]
+        unsharded = [
+            _Unsharded.like(x, n and self.program.layouts.get(n)) for x, n in zip(leaves, nodes)
+        ]
         pairs = []
-        for leaf, node, cotangent in zip(leaves, nodes, cotangents(whole)):
+        for leaf, node, cotangent in zip(leaves, nodes, cotangents(unsharded)):
             if cotangent is not None and node is not None:
                 layout = self.program.layouts[node]
                 pairs.append((leaf, layout.cut(cotangent, self.coordinate)))
@@ -278,15 +283,15 @@ class _Rank:
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
 
 
-class _Whole:
+class _Unsharded:
     """The whole shape of a value of which a rank has a part."""
 
     @staticmethod
     def like(value: Any, layout: Any) -> Any:
         if not isinstance(value, Tensor) or layout is None:
             return value
-        whole = torch.empty(layout.shape, dtype=value.dtype)
-        return whole.requires_grad_() if value.requires_grad else whole
+        unsharded = torch.empty(layout.shape, dtype=value.dtype)
+        return unsharded.requires_grad_() if value.requires_grad else unsharded
 
 
 class _Cut:
@@ -313,8 +318,8 @@ class _Cut:
                 name = f"gradients['inputs[{entry.position}]']"
                 self.layouts[name] = program.layouts[entry.node]
 
-    def __call__(self, name: str, whole: Any) -> Any:
+    def __call__(self, name: str, unsharded: Any) -> Any:
         layout = self.layouts.get(name)
-        if layout is None or not isinstance(whole, Tensor):
-            return whole
-        return cut_unpadded(layout, whole, self.pads.get(name, ()), self.coordinate)
+        if layout is None or not isinstance(unsharded, Tensor):
+            return unsharded
+        return cut_unpadded(layout, unsharded, self.pads.get(name, ()), self.coordinate)

@@ -59,10 +59,6 @@ class Built:
     def loose(self) -> bool:
         return any(TABLE[name].loose for name in self.used if name in TABLE)
 
-    @property
-    def dropping(self) -> bool:
-        return any("dropout" in name for name in self.used)
-
 
 class _Fields(dict[str, Any]):
     """What the texts of an op kind may name; draws are made when they are first named."""
@@ -77,7 +73,7 @@ class _Fields(dict[str, Any]):
         self.update(n=len(shape), size=math.prod(shape), pick=self.pick, pick2=self.pick)
         if shape:
             self.update(b=shape[0], c=shape[min(1, len(shape) - 1)], h=shape[-1])
-        self.update(given=self.as_given, divisor=self.divisor)
+        self.update(given=self.as_input, divisor=self.divisor)
 
     def pick(self, *options: Any) -> Any:
         return self.draw.choice(options)
@@ -86,7 +82,7 @@ class _Fields(dict[str, Any]):
         able = [d for d in range(2, size) if size % d == 0]
         return self.draw.choice(able) if able else 1
 
-    def as_given(self, text: str, also: str = "") -> str:
+    def as_input(self, text: str, also: str = "") -> str:
         return self.maker.more_input(text, also)
 
     def __missing__(self, name: str) -> Any:
@@ -236,16 +232,16 @@ class _Maker:
         lines += [f"    def forward({names}):", *(f"        {line}" for line in self.forward)]
         after = [f"model.{line}" for line in self._changed()]
         lines += ["model = Model()", *after, f"inputs = ({made},)"]
-        if "input_gradient" in self.case.changes and self.case.start != "ids":
+        if "input_gradient" in self.case.module_edits and self.case.start != "ids":
             lines.append("inputs[0].requires_grad_()")
         return _HEAD.format(seed=self.seed) + "\n".join([*self.defined, *lines]) + "\n"
 
     def _changed(self) -> list[str]:
-        changes, held = self.case.changes, list(self.module.named_parameters())
-        lines = ["eval()"] if "eval" in changes else []
-        if "freeze_first" in changes and len(held) > 1:
+        module_edits, held = self.case.module_edits, list(self.module.named_parameters())
+        lines = ["eval()"] if "eval" in module_edits else []
+        if "freeze_first" in module_edits and len(held) > 1:
             lines.append(f"{held[0][0].split('.')[0]}.requires_grad_(False)")
-        if "no_bias_gradient" in changes and held:
+        if "no_bias_gradient" in module_edits and held:
             lines += [f"{n}.requires_grad_(False)" for n, _ in held if n.endswith(".bias")][:1]
         return [re.sub(r"\.(\d+)\.", r"[\1].", line) for line in lines]
 
@@ -267,10 +263,10 @@ def build(case: Case, seed: int = 0) -> Built:
         maker.values = ["x"]
         _add_steps(maker)
         made = run_text(maker.text(), tuple(maker.used))
-        return replace(made, habits=_fitting(made, case)) if case.habits else made
+        return replace(made, habits=_applicable(made, case)) if case.habits else made
 
 
-def _fitting(built: Built, case: Case) -> tuple[tuple[str, str], ...]:
+def _applicable(built: Built, case: Case) -> tuple[tuple[str, str], ...]:
     """The habits of a case that fit its module: with which it trains, and its values stay small."""
 
     def session() -> Session:

@@ -187,7 +187,7 @@ def test_paths_are_short_and_legal_for_many_more() -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(P, I), (P, R), (I, R)])
-def test_joint_changes_are_one_step_over_the_joint_group(before: State, after: State) -> None:
+def test_joint_reshards_are_one_step_over_the_joint_group(before: State, after: State) -> None:
     source, target = (Layout(XYZ, (6, 4), (s, S(0, 2), s)) for s in (before, after))
     (step,) = reshard_steps(source, target)
     assert (step.axes, step.group_size) == (("x", "z"), 4)
@@ -251,7 +251,7 @@ def test_sums_come_before_gathers_and_slices_before_sums() -> None:
     assert kinds((S(0, 4), S(1, 4)), (S(1, 4), S(0, 4))) == ["S->R", "S->S", "R->S"]
 
 
-def test_elements_that_a_change_moves() -> None:
+def test_elements_that_a_reshard_sends() -> None:
     """The ring formulas' B, the whole value on the axes: a joint change counts it once."""
     mesh = Mesh.parse("x2.y4.z2")
     layout = Layout(mesh, (8, 16), (P, P, S(0, 4)))

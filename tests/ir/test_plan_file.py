@@ -66,7 +66,7 @@ def test_a_plan_is_rewritten_on_the_world_that_it_was_planned_for(tmp_path: Any)
     assert found == wanted and "inside: 4" in wanted
 
 
-def test_figures_that_differ_from_the_file_are_told() -> None:
+def test_figures_that_differ_from_the_file_are_reported() -> None:
     model, args, _ = made = mlp()
 
     def slower(data: Json) -> None:
@@ -81,7 +81,7 @@ def test_figures_that_differ_from_the_file_are_told() -> None:
 
 
 # -- edits that run --------------------------------------------------------------------------------
-def stored_whole(data: Json) -> None:
+def stored_unsharded(data: Json) -> None:
     for layout in data["stored"].values():
         layout["states"] = ["I"] * len(layout["states"])
 
@@ -119,7 +119,7 @@ def every_state(data: Json) -> None:
 @pytest.mark.parametrize(
     ("edit", "world"),
     [
-        (stored_whole, 4),
+        (stored_unsharded, 4),
         (stored_otherwise, 2),
         (rows_instead, 2),
         (rows_instead, 4),

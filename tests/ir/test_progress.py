@@ -73,7 +73,7 @@ def test_other_ranks_show_nothing(screen: Screen, monkeypatch: pytest.MonkeyPatc
 
 def test_work_within_work_shows_one_bar(screen: Screen) -> None:
     outer = progress.Work("writing")
-    with progress.watched(outer), progress.shown("planning"):
+    with progress.watch(outer), progress.shown("planning"):
         work()
     assert screen.getvalue() == "" and outer.text == "writing: choose"
     assert outer.count == "12 of 26 meshes bounded"
@@ -82,7 +82,7 @@ def test_work_within_work_shows_one_bar(screen: Screen) -> None:
 
 
 def test_a_step_forgets_the_count_of_the_last() -> None:
-    with progress.watched(progress.Work("planning")) as _:
+    with progress.watch(progress.Work("planning")) as _:
         work()
         PassManager().progress("rewrite")
         assert progress._WATCHED.get() == progress.Work("planning", "rewrite")
@@ -91,14 +91,14 @@ def test_a_step_forgets_the_count_of_the_last() -> None:
 def test_a_plan_tells_meshes_layouts_and_simulated_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, list[tuple[int, int]]] = {}
 
-    class Kept(progress.Work):
+    class Recorded(progress.Work):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if name == "of" and value:
                 told.setdefault(self.what, []).append((self.done, self.of))
 
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
-    with progress.watched(Kept("planning")):
+    with progress.watch(Recorded("planning")):
         autopar.plan(model, 8, (torch.ones(32, 64),), smaller=False)
     assert {"meshes bounded", "named layouts tried", "plans simulated"} <= told.keys()
     assert told["meshes bounded"][0][0] == 0

@@ -38,7 +38,7 @@ def graphs() -> dict[str, torch.fx.GraphModule]:
     return plan.context.graphs
 
 
-def test_shapes_are_a_ranks_and_the_whole(graphs: dict[str, torch.fx.GraphModule]) -> None:
+def test_shapes_are_a_ranks_and_the_unsharded(graphs: dict[str, torch.fx.GraphModule]) -> None:
     lines = listing(graphs["rewrite"], shapes=True).splitlines()
     (up,) = (line for line in lines if line.strip().startswith("linear_default = linear("))
     assert up.endswith("# float32 4×4 of 4×16 tp:S(1)")

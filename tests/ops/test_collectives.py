@@ -34,7 +34,7 @@ def own(mesh, rank, axis):
 
 
 # name → (from, to, whether the dim grows, the call). `n` is the local inner, `k` the coordinate.
-CHANGES = {
+RESHARDS = {
     "replicate": ("I", "R", 0, lambda x, k, a, d, m, n: c.replicate(x, a, m)),
     "slice of I": ("I", "S", -1, lambda x, k, a, d, m, n: c.take_slice(x, k, a, d, m, n, of="I")),
     "slice of R": ("R", "S", -1, lambda x, k, a, d, m, n: c.take_slice(x, k, a, d, m, n, of="R")),
@@ -55,7 +55,7 @@ def _rows(size, p, inner, place):
     return [i for i in range(size) if i // inner % p == place]
 
 
-def _whole(state, values, dim, inner):
+def _unsharded(state, values, dim, inner):
     """The value that the ranks of one group hold together."""
     if state in "IR":
         return values[0]
@@ -63,11 +63,11 @@ def _whole(state, values, dim, inner):
         return torch.stack(values).sum(0)
     shape = list(values[0].shape)
     shape[dim] *= len(values)
-    whole = torch.empty(shape, dtype=values[0].dtype)
+    unsharded = torch.empty(shape, dtype=values[0].dtype)
     for place, value in enumerate(values):
         rows = torch.tensor(_rows(shape[dim], len(values), inner, place))
-        whole.index_copy_(dim, rows, value)
-    return whole
+        unsharded.index_copy_(dim, rows, value)
+    return unsharded
 
 
 def _pairing(state, values, gradients):
@@ -107,14 +107,14 @@ MESHES = [
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
-    name=st.sampled_from(sorted(CHANGES)),
+    name=st.sampled_from(sorted(RESHARDS)),
     mesh_axis=st.sampled_from(MESHES),
     outer=st.integers(1, 3),
     inner=st.integers(1, 3),
     dim=st.integers(0, 2),
 )
 def test_value_and_adjoint_of_every_change(name, mesh_axis, outer, inner, dim):
-    before, after, grows, call = CHANGES[name]
+    before, after, grows, call = RESHARDS[name]
     mesh, axis = Mesh.parse(mesh_axis[0]), mesh_axis[1]
     size = len(mesh.group(mesh.ordered(axis), 0))
     shapes = [[2, 3, 2], [2, 3, 2]]
@@ -129,8 +129,8 @@ def test_value_and_adjoint_of_every_change(name, mesh_axis, outer, inner, dim):
         def pick(tensors, group=group):
             return [tensors[r] for r in group]
 
-        whole = [_whole(s, pick(v), dim, inner) for s, v in ((before, x), (after, y))]
-        torch.testing.assert_close(whole[0], whole[1], rtol=1e-12, atol=1e-12)
+        unsharded = [_unsharded(s, pick(v), dim, inner) for s, v in ((before, x), (after, y))]
+        torch.testing.assert_close(unsharded[0], unsharded[1], rtol=1e-12, atol=1e-12)
         pairs = _pairing(after, pick(y), pick(dy)), _pairing(before, pick(x), pick(dx))
         torch.testing.assert_close(*pairs, rtol=1e-12, atol=1e-12)
         if same(after):
@@ -146,7 +146,7 @@ def test_value_and_adjoint_of_every_change(name, mesh_axis, outer, inner, dim):
     outers=st.tuples(st.integers(1, 2), st.integers(1, 2)),
     inners=st.tuples(st.integers(1, 3), st.integers(1, 2)),
 )
-def test_all_to_all_moves_a_digit(mesh_axis, dims, outers, inners):
+def test_all_to_all_swaps_a_digit(mesh_axis, dims, outers, inners):
     mesh, axis = Mesh.parse(mesh_axis[0]), mesh_axis[1]
     size = len(mesh.group(mesh.ordered(axis), 0))
     shape = [2, 2, 2]
@@ -162,12 +162,12 @@ def test_all_to_all_moves_a_digit(mesh_axis, dims, outers, inners):
     for rank in range(mesh.size):
         group = mesh.group(mesh.ordered(axis), rank)
         value = [
-            _whole("S", [v[r] for r in group], d, n)
+            _unsharded("S", [v[r] for r in group], d, n)
             for v, d, n in zip((x, y), dims, inners, strict=True)
         ]
         assert torch.equal(value[0], value[1])
         grad = [
-            _whole("S", [v[r] for r in group], d, n)
+            _unsharded("S", [v[r] for r in group], d, n)
             for v, d, n in zip((dx, dy), dims, inners, strict=True)
         ]
         assert torch.equal(grad[0], grad[1])
@@ -191,7 +191,7 @@ def test_integers_bools_and_strided_inputs_pass():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes_are_kept(dtype):
+def test_dtypes_stay(dtype):
     results = lockstep.run(
         Mesh.parse("x2"),
         lambda rank: c.partial(c.all_reduce(torch.ones(2, dtype=dtype), "x", "x2"), "x", "x2"),

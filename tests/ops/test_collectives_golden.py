@@ -94,7 +94,7 @@ def planned(model: nn.Module, ranks: int, layout: Layouts, inputs: Any = None) -
 
 # -- what really runs ------------------------------------------------------------------------------
 @pytest.fixture
-def wire_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, Any], list[Call]]:
+def sent_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, Any], list[Call]]:
     """A function that trains a plan's module for one step on all ranks in lockstep and gives every
     call of rank 0 that went over the wire.
     """
@@ -179,10 +179,10 @@ def same_as_derived(calls: list[Call], expected: Iterable[Line]) -> None:
     ("model", "ranks", "layout", "expected"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES]
 )
 def test_what_runs_is_what_was_derived(
-    model: str, ranks: int, layout: Layouts, expected: list[Line], wire_calls: Any
+    model: str, ranks: int, layout: Layouts, expected: list[Line], sent_calls: Any
 ) -> None:
     plan, inputs = planned(Chain() if model == "chain" else Block(), ranks, layout)
-    calls = wire_calls(plan, inputs)
+    calls = sent_calls(plan, inputs)
     same_as_modelled(plan, calls)
     same_as_derived(calls, expected)
 
@@ -204,19 +204,19 @@ def test_what_runs_is_what_was_derived(
     ],
     ids=str,
 )
-def test_atp_moves_what_its_paper_says(layout: Grid2D, units: float, wire_calls: Any) -> None:
+def test_atp_sends_what_its_paper_says(layout: Grid2D, units: float, sent_calls: Any) -> None:
     """All-reduce words of a layer, in units of b·s·h (arXiv 2301.08658, table of layouts): those of
     the four products' Y and dX. The embedding's sum, norms and loss are no part of it.
     """
     plan, inputs = planned(Block(heads=16), layout.d1 * layout.d2, layout)
-    large = [c for c in wire_calls(plan, inputs) if c.words >= m * h / 8]
+    large = [c for c in sent_calls(plan, inputs) if c.words >= m * h / 8]
     assert {call.kind for call in large} == {"all_reduce"}
     large.remove(next(c for c in large if c.axes == "x" and c.phase == FORWARD))  # the embedding's
     assert sum(sent(plan, call) for call in large) / (4 * m * h) == pytest.approx(units, rel=1e-12)
 
 
 # -- whole models ----------------------------------------------------------------------------------
-def whole_model(name: str) -> tuple[nn.Module, Any]:
+def full_model(name: str) -> tuple[nn.Module, Any]:
     model, args, kwargs = getattr(models, name)()
     return model, args or kwargs
 
@@ -228,13 +228,13 @@ FOUR_D = {("all_gather", "z"), ("reduce_scatter", "z")} | {
 
 @pytest.mark.slow_cells("gpt2", "llama", "t5")
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "llama", "t5"])
-def test_4d_on_whole_models_moves_nothing_else(name: str, wire_calls: Any) -> None:
+def test_4d_on_full_models_sends_nothing_else(name: str, sent_calls: Any) -> None:
     """No activation is ever gathered, neither for norms nor between products: the only gathers are
     those of parameters over z.
     """
-    model, inputs = whole_model(name)
+    model, inputs = full_model(name)
     plan, _ = planned(model, 16, Grid4D(2, 2, 2, 2), inputs)
-    calls = wire_calls(plan, inputs)
+    calls = sent_calls(plan, inputs)
     same_as_modelled(plan, calls)
     over_y = {("all_gather", "y")}  # small parameters of norms, stored over y: see `four_d`
     assert {(c.kind, c.axes) for c in calls} - over_y <= FOUR_D
@@ -242,14 +242,14 @@ def test_4d_on_whole_models_moves_nothing_else(name: str, wire_calls: Any) -> No
 
 
 @pytest.mark.slow
-def test_4d_on_an_odd_chain_swaps_once(wire_calls: Any) -> None:
+def test_4d_on_an_odd_chain_swaps_once(sent_calls: Any) -> None:
     """BERT's head has one product whose X and Y are both of the stream's width: its Y, of which x
     holds parts of sums and y slices, is gathered over y and scattered over x, and its gradient,
     which x holds in slices and y needs in slices, is gathered over x.
     """
-    model, inputs = whole_model("bert")
+    model, inputs = full_model("bert")
     plan, _ = planned(model, 16, Grid4D(2, 2, 2, 2), inputs)
-    calls = wire_calls(plan, inputs)
+    calls = sent_calls(plan, inputs)
     same_as_modelled(plan, calls)
     large = [c for c in calls if c.words > models.HIDDEN and (c.kind, c.axes) not in FOUR_D]
     stream = models.BATCH * models.SEQUENCE / 4 * models.HIDDEN
@@ -261,19 +261,19 @@ def test_4d_on_an_odd_chain_swaps_once(wire_calls: Any) -> None:
 
 
 @pytest.mark.slow
-def test_products_that_share_an_operand_gather_it_once(wire_calls: Any) -> None:
+def test_products_that_share_an_operand_gather_it_once(sent_calls: Any) -> None:
     """Llama's q, k and v take one X, its gate and up another: 2.5D gathers each once, and scatters
     the sum of their gradients once; so does 4D sum it once.
     """
-    model, inputs = whole_model("llama")
+    model, inputs = full_model("llama")
     plan, _ = planned(model, 8, Grid25D(2, 2), inputs)
     rows, layers = models.BATCH * models.SEQUENCE, models.LAYERS
-    counts = Counter(wire_calls(plan, inputs))
+    counts = Counter(sent_calls(plan, inputs))
     x = rows * models.HIDDEN / 4
     assert counts[Call(FORWARD, "all_gather", "col", x)] == 2 * layers
     assert counts[Call(BACKWARD, "reduce_scatter", "col", x)] == 2 * layers
 
     plan, _ = planned(model, 16, Grid4D(2, 2, 2, 2), inputs)
-    counts = Counter(wire_calls(plan, inputs))
+    counts = Counter(sent_calls(plan, inputs))
     x = rows * models.HIDDEN / (2 * 2) / 2
     assert counts[Call(BACKWARD, "all_reduce", "y", x)] == 2 * layers + 1  # and the head's

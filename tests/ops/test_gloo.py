@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from test_collectives import CHANGES, deal, own, random, same
+from test_collectives import RESHARDS, deal, own, random, same
 from torch import fx
 
 import autopar
@@ -27,7 +27,7 @@ MESH = Mesh.parse("data2.x2")
 def _every_change(rank):
     """Value and gradient of every change on data2.x2, over one axis and over both."""
     results = {}
-    for name, (before, after, grows, call) in CHANGES.items():
+    for name, (before, after, grows, call) in RESHARDS.items():
         for axis in ("data", "x", ("data", "x")):
             size = len(MESH.group(MESH.ordered(axis), rank))
             x = deal(MESH, axis, (2, 8, 3), same(before), "x")[rank].requires_grad_()
@@ -70,13 +70,13 @@ def _compiled(function, backend):
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
-def _whole_tensors():
+def _operands():
     return random((6, 4), 1), random((4, 8), 2), random((8, 5), 3)
 
 
 def _gradients_of_layers(rank, backend="eager"):
     place = MESH.coordinate(rank)
-    x, w1, w2 = _whole_tensors()
+    x, w1, w2 = _operands()
     x = x.requires_grad_()
     w1 = w1.chunk(2, 0)[place["data"]].chunk(2, 1)[place["x"]].contiguous().requires_grad_()
     w2 = w2.chunk(2, 0)[place["x"]].contiguous().requires_grad_()
@@ -87,7 +87,7 @@ def _gradients_of_layers(rank, backend="eager"):
 
 def _single_gradients(rank):
     place = MESH.coordinate(rank)
-    x, w1, w2 = (t.requires_grad_() for t in _whole_tensors())
+    x, w1, w2 = (t.requires_grad_() for t in _operands())
     loss = (torch.relu(x @ w1) @ w2).square().sum()
     loss.backward()
     w1_grad = w1.grad.chunk(2, 0)[place["data"]].chunk(2, 1)[place["x"]]

@@ -26,7 +26,7 @@ def drawn(kind: Any, *size: int, seed: int = 7, dtype: torch.dtype = torch.float
 
 @pytest.mark.parametrize("kind", ["uniform", "normal", "integers"])
 @pytest.mark.parametrize("digits", [(("a", 12, 2),), (("a", 1, 2),), (("b", 2, 3), ("a", 12, 2))])
-def test_a_shard_has_the_numbers_of_the_whole(kind: Any, digits: tuple[Any, ...]) -> None:
+def test_a_shard_has_the_unsharded_numbers(kind: Any, digits: tuple[Any, ...]) -> None:
     whole, index = drawn(kind, 5, 24, dtype=torch.float64), torch.arange(24)
     length = 24 // math.prod(size for _, _, size in digits)
     seen = []
@@ -132,7 +132,7 @@ def test_it_is_compiled_where_a_gpu_runs_it(monkeypatch: pytest.MonkeyPatch) -> 
     formula = sys.modules["autopar.ops.sharded.draws"]
 
     def on_gpu(seed: Tensor, coordinates: Any, how: Any) -> Tensor:
-        return compiled_for(partial(formula._whole, how=how))(seed, *coordinates)
+        return compiled_for(partial(formula._all_at_once, how=how))(seed, *coordinates)
 
     monkeypatch.setattr(formula, "_in_blocks", on_gpu)
     torch.testing.assert_close(sharded.draw("normal", *given, *digits), plain)

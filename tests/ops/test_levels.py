@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_collectives import CHANGES, deal, own, random, same
+from test_collectives import RESHARDS, deal, own, random, same
 from torch import Tensor, nn
 
 import autopar
@@ -17,7 +17,7 @@ import models
 from autopar.cost.algorithms import algorithms, stages
 from autopar.cost.communication import collective_cost, flat_price, sent, sent_collectives
 from autopar.cost.communication import hierarchies as levels_of
-from autopar.ir.graph import stored
+from autopar.ir.graph import stored_nodes
 from autopar.ir.layout import Element, I, Layout, P, R, S, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import reshard_steps
@@ -89,10 +89,10 @@ def test_sums_and_gathers_are_those_of_one_level(
 
 
 @pytest.mark.parametrize(("text", "axis", "inside"), ROUTES, ids=str)
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", RESHARDS)
 def test_every_change_of_state_in_levels(name: str, text: str, axis: Any, inside: Any) -> None:
     """Value and gradient, forward in one number of levels and backward in another."""
-    before, after, grows, _ = CHANGES[name]
+    before, after, grows, _ = RESHARDS[name]
     mesh = Mesh.parse(text)
     size = len(mesh.group(mesh.ordered(axis), 0))
     shape = (2, 3 * 2 * (size if grows == -1 else 1), 3)
@@ -146,7 +146,7 @@ def called(
 @pytest.mark.parametrize(
     ("before", "after"), [(P, R), (P, I), (I, R), (S(0, 1 << 17), R), (P, S(0, 1 << 17))]
 )
-def test_a_step_is_emitted_the_way_that_it_is_priced(before: State, after: State) -> None:
+def test_a_step_is_emitted_as_it_is_priced(before: State, after: State) -> None:
     mesh = Mesh.parse("x4")
     source, target = (Layout(mesh, (1 << 19,), (state,)) for state in (before, after))
     (step,) = reshard_steps(source, target)
@@ -199,7 +199,7 @@ def test_what_is_looked_up_for_positions_is_stored() -> None:
     program = autopar.plan(model, UNEQUAL, args, layout="ddp").context.program
     late = [move for move in sent_collectives(program) if move.backward]
     looked_up = [m for m in late if m.node.all_input_nodes[0].name.startswith("embedding")]
-    assert looked_up and all(move.node in stored(program) for move in looked_up)
+    assert looked_up and all(move.node in stored_nodes(program) for move in looked_up)
 
 
 def test_what_may_be_joined_goes_in_the_same_levels() -> None:
@@ -226,7 +226,7 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_the_stages_of_a_way_take_and_send_what_it_takes_and_sends(kind: str) -> None:
+def test_the_stages_of_an_algorithm_take_and_send_what_it_takes_and_sends(kind: str) -> None:
     digits, whole = ((8, 1),), 1e7
     for inside in {way.inside for way in algorithms(EIGHT, kind, digits)} | {(2,), (4,), (2, 2)}:
         found = [way for way in algorithms(EIGHT, kind, digits) if way.inside == inside]
@@ -260,9 +260,7 @@ class Calls:
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_what_goes_over_the_wire_is_what_was_priced(
-    layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_sent_is_what_was_priced(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each collective that is priced in two levels is that many calls over the inner group and one
     over the outer one, and none of its bytes go over all ranks at once.
     """

@@ -21,7 +21,7 @@ from autopar.ops.recomputation import recompute_in_backward
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.pass_manager import PassManager
 from autopar.planner import confirm
-from dropped import DROPPED, Dropped, dropping
+from dropped import DROPPED, Dropped, dropout_model
 from launch import launched
 from plans import Subject, named_or_refused, random_plan, subject
 
@@ -32,7 +32,7 @@ NAMES = (*DROPPED, "blocks")
 
 @functools.cache
 def known(name: str) -> Subject:
-    return subject(*dropping(name))
+    return subject(*dropout_model(name))
 
 
 def random_program(name: str, mesh: str, draw: int) -> Program:
@@ -88,7 +88,7 @@ def test_copies_have_one_seed_and_other_dropouts_another(name: str) -> None:
 @pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["ddp", "megatron"])
 def test_copies_in_blocks_that_run_again_have_it_too(layout: Any) -> None:
-    model, inputs = dropping("blocks")
+    model, inputs = dropout_model("blocks")
     plan = autopar.plan(model, 2, inputs, layout=layout, recompute="full", smaller=False)
     assert plan.context is not None
     calls = plan.context.program.module.graph.find_nodes(

@@ -36,21 +36,21 @@ def _close(got, wanted, tolerance=1e-12):
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-def _block(whole, mesh, rank, axes_by_dim):
+def _block(unsharded, mesh, rank, axes_by_dim):
     """The contiguous block of `rank`; the axes of a dim cut it one inside the other."""
     place = mesh.coordinate(rank)
     for dim, axes in axes_by_dim.items():
         for axis in axes:
-            whole = whole.chunk(mesh.sizes[axis], dim)[place[axis]]
-    return whole.detach().clone()
+            unsharded = unsharded.chunk(mesh.sizes[axis], dim)[place[axis]]
+    return unsharded.detach().clone()
 
 
-def _joined(blocks, whole, mesh, axes_by_dim, summed=()):
+def _joined(blocks, unsharded, mesh, axes_by_dim, summed=()):
     """Puts the blocks in their places; those that differ on `summed` alone are added up. What no
     axis of the mesh splits or sums must be the same on its ranks.
     """
-    found, seen = torch.zeros_like(whole), {}
-    index = torch.arange(whole.numel()).view(whole.shape)
+    found, seen = torch.zeros_like(unsharded), {}
+    index = torch.arange(unsharded.numel()).view(unsharded.shape)
     used = {axis for axes in axes_by_dim.values() for axis in axes} | set(summed)
     for rank, block in enumerate(blocks):
         place = tuple(mesh.coordinate(rank)[axis] for axis in mesh.names if axis in used)
@@ -87,8 +87,8 @@ def _call(mesh, leaves, coordinates, transposed):
 def _on_rank(mesh, rank, transposed=False, call=_call, wants=(True, True, True)):
     """Value and gradients on one rank, of the operands that want one."""
     *parts, dy = (
-        _block(whole, mesh, rank, axes)
-        for whole, axes in zip(_wholes(transposed), _splits(mesh, transposed), strict=True)
+        _block(unsharded, mesh, rank, axes)
+        for unsharded, axes in zip(_wholes(transposed), _splits(mesh, transposed), strict=True)
     )
     leaves = [part.requires_grad_(wants) for part, wants in zip(parts, wants, strict=True)]
     y = call(mesh, leaves, _coordinates(mesh, rank), transposed)
@@ -104,14 +104,16 @@ def _on_one_device(transposed):
     return y.detach(), *[leaf.grad for leaf in leaves]
 
 
-def _assert_whole(mesh, outputs, transposed):
+def _assert_unsharded(mesh, outputs, transposed):
     x, weight, bias, y = _splits(mesh, transposed)
     outside = [axis for axis in mesh.names if axis not in ("row", "col")]
     summed = [(), (), outside, [*outside, "row"]]
     found = zip(*outputs, strict=True)
     wanted = _on_one_device(transposed)
-    for blocks, whole, axes, over in zip(found, wanted, (y, x, weight, bias), summed, strict=True):
-        _close(_joined(blocks, whole, mesh, axes, over), whole)
+    for blocks, unsharded, axes, over in zip(
+        found, wanted, (y, x, weight, bias), summed, strict=True
+    ):
+        _close(_joined(blocks, unsharded, mesh, axes, over), unsharded)
 
 
 # -- numbers ---------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def _assert_whole(mesh, outputs, transposed):
 def test_value_and_gradients_are_those_of_one_device(text, transposed):
     mesh = Mesh.parse(text)
     outputs = lockstep.run(mesh, lambda rank: _on_rank(mesh, rank, transposed))
-    _assert_whole(mesh, outputs, transposed)
+    _assert_unsharded(mesh, outputs, transposed)
 
 
 def test_without_bias_and_without_leading_dims():
@@ -250,8 +252,8 @@ def _words(mesh):
 
 def _forward(mesh, rank):
     parts = (
-        _block(whole, mesh, rank, axes)
-        for whole, axes in zip(_wholes(False)[:3], _splits(mesh, False)[:3], strict=True)
+        _block(unsharded, mesh, rank, axes)
+        for unsharded, axes in zip(_wholes(False)[:3], _splits(mesh, False)[:3], strict=True)
     )
     return _call(mesh, list(parts), _coordinates(mesh, rank), False)
 
@@ -269,7 +271,7 @@ def test_words_are_those_of_the_formula(text):
 
 
 @pytest.mark.parametrize("text", ["row2.col2", "depth2.row3.col3", "depth1.row4.col4"])
-def test_two_panels_of_each_operand_live_at_a_time(text):
+def test_two_panels_of_each_operand_are_alive_at_a_time(text):
     mesh = Mesh.parse(text)
     q, rows = mesh.sizes["row"], 2 * M * mesh.sizes["row"] // mesh.size
     x_bytes, weight_bytes = 8 * rows * K // q, 8 * K * N // q**2
@@ -279,7 +281,7 @@ def test_two_panels_of_each_operand_live_at_a_time(text):
             assert peaks == {"col": (2, 2 * x_bytes), "row": (2, 2 * weight_bytes)}
 
 
-def test_the_next_panel_is_issued_before_a_product():
+def test_the_next_panel_is_issued_before_a_matmul():
     mesh = Mesh.parse("row3.col3")
     _, trace = _traced(mesh, lambda rank: _on_rank(mesh, rank))
     forward = """broadcast col 0, broadcast row 0, broadcast col 1, broadcast row 1, product,
@@ -384,7 +386,7 @@ def _assert_agree(tmp_path, backends):
     for rank, output in enumerate(outputs):
         _close(output["rooted"], rooted[rank])
     for backend, transposed in itertools.product(backends, (False, True)):
-        _assert_whole(GLOO, [output[backend, transposed] for output in outputs], transposed)
+        _assert_unsharded(GLOO, [output[backend, transposed] for output in outputs], transposed)
 
 
 @pytest.mark.slow

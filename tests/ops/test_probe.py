@@ -17,11 +17,11 @@ from shards import (
     call,
     check,
     graph_of,
+    integers,
     on_one_device,
     real,
     sample,
     trace,
-    whole_numbers,
 )
 
 aten = torch.ops.aten
@@ -124,8 +124,8 @@ ATEN = [
     (call(aten.rot90.default, real(4, 6, 9), 2, [1, 2]), "a _ _ -> a _ _"),
     (call(aten.nanmedian.dim, real(4, 6), 1), "a _ -> a, a"),
     (call(aten.trapezoid.dx, real(4, 6)), "a _ -> a"),
-    (call(aten.index_fill.int_Scalar, real(4, 6), 1, whole_numbers(6, 4), 0.0), "a _, _ -> a _"),
-    (call(aten.isin.Tensor_Tensor, whole_numbers(5, 4, 6), whole_numbers(5, 9)),
+    (call(aten.index_fill.int_Scalar, real(4, 6), 1, integers(6, 4), 0.0), "a _, _ -> a _"),
+    (call(aten.isin.Tensor_Tensor, integers(5, 4, 6), integers(5, 9)),
      "a b, _ -> a b"),
     (call(aten.matrix_exp.default, real(4, 4)), ""),
     (call(aten.meshgrid.indexing, [real(4), real(6)], indexing="ij"), "a, b -> a b, a b"),
@@ -147,7 +147,7 @@ CUSTOM = [
     ("swap", (real(4, 6), None, real(4, 6)), "a b, -, a b -> a b"),
     ("blocks", (real(4, 6),), "a _ -> a _"),
     ("blocks", (real(4, 12),), "a _ -> a _"),
-    ("running", (whole_numbers(2, 6, 4),), "_ a -> _ a"),
+    ("running", (integers(2, 6, 4),), "_ a -> _ a"),
     ("position", (real(4, 6),), "a _ -> a _"),
     ("first", (real(12, 6),), "_ a -> _ a"),
     ("mean_of", (real(4, 6),), "_ a -> _ a"),
@@ -198,7 +198,7 @@ def test_what_was_found_serves_every_layer_but_no_other_shape_or_argument() -> N
         (real(4, 6), [0]),
         (real(4, 6), [1]),
         (real(6, 4), [0]),
-        (whole_numbers(2, 4, 6), [0]),
+        (integers(2, 4, 6), [0]),
     ):
         _, node = graph_of(call(aten.rot90.default, args[0], 2, [*args[1], 2 - 1 - args[1][0]]))
         node.name = f"layer{len(known)}"
@@ -248,7 +248,7 @@ WINDOWED = [
 
 @pytest.mark.slow_cells("shift-args0-a _ b -> a _ b")
 @pytest.mark.parametrize(("name", "args", "words"), WINDOWED)
-def test_a_dim_on_which_an_argument_acts_stays_whole(
+def test_a_dim_on_which_an_argument_acts_stays_unsharded(
     name: str, args: tuple[Any, ...], words: str
 ) -> None:
     assert in_words(probed_rule(kernel(name, *args))) == words

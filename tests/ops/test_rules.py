@@ -219,7 +219,7 @@ def without_gradients(case: Case) -> Case:
     return Case(case.target, tuple(listed), case.kwargs, case.note, case.reference)
 
 
-def made_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layout, list[Tensor]]:
+def placed_where_wanted(traced: Traced, wanted: Layout, result: int) -> tuple[Layout, list[Tensor]]:
     """As the rewrite makes values without a layout of their own: (layout reached, results)."""
     mesh, shapes = (
         wanted.mesh,
@@ -255,7 +255,7 @@ def test_a_wish_is_pushed_back_to_the_operands(case: Case) -> None:
     for mesh in ("x2", "x2.y3"):
         index = draw.randrange(len(results))
         wanted = random_layout(Mesh.parse(mesh), shape_of(results[index]), "RSSS", draw)
-        reached, parts = made_where_wanted(traced, wanted, index)
+        reached, parts = placed_where_wanted(traced, wanted, index)
         assert all(
             have in (R, want) for have, want in zip(reached.states, wanted.states, strict=True)
         )
@@ -265,4 +265,4 @@ def test_a_wish_is_pushed_back_to_the_operands(case: Case) -> None:
 @pytest.mark.parametrize("case", GENERATED[:9], ids=lambda case: case.name)
 def test_constants_are_made_in_slices(case: Case) -> None:
     wanted = Layout(Mesh.parse("x2.y3"), (6, 12), (S(0, 3), S(1, 4)))
-    assert made_where_wanted(trace(case), wanted, 0)[0] == wanted
+    assert placed_where_wanted(trace(case), wanted, 0)[0] == wanted

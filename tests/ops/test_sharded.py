@@ -386,7 +386,7 @@ def test_dropout_as_a_gpu_runs_it_is_compiled_within_the_op(monkeypatch):
     formula = sys.modules["autopar.ops.sharded.dropout"]
 
     def on_gpu(x, seed, coordinates, how):
-        return compiled_for(partial(formula._whole, how=how))(x, seed, *coordinates)
+        return compiled_for(partial(formula._all_at_once, how=how))(x, seed, *coordinates)
 
     monkeypatch.setattr(formula, "_in_blocks", on_gpu)
     assert torch.equal(sharded.dropout(x, *given), y)

@@ -87,7 +87,7 @@ def test_gradients_of_what_is_not_cut_must_add_up() -> None:
     assert split_dims(rule_by_trial(lambda t: [_Scaled.apply(*t)], values)) == [1]
 
 
-def test_what_is_reckoned_in_float32_inside_is_held_against_its_own_rounding() -> None:
+def test_what_is_computed_in_float32_inside_is_compared_by_its_own_rounding() -> None:
     def normed(tensors: Sequence[Tensor]) -> list[Tensor]:
         x, w = tensors
         return [(torch.nn.functional.normalize(x.float(), dim=-1) * w.float()).to(x.dtype)]

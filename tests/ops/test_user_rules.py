@@ -39,7 +39,7 @@ def op(name: str, forward: Callable[..., Tensor], schema: str) -> Any:
 
 
 TWO, THREE = "(Tensor x, Tensor y) -> Tensor", "(Tensor x, Tensor y, Tensor z) -> Tensor"
-product = op("product", lambda x, y: x @ y, TWO)
+matmul = op("product", lambda x, y: x @ y, TWO)
 affine = op("affine", lambda x, y, z: x @ y + z, THREE)
 shares = op("shares", lambda x: x.softmax(-1), "(Tensor x) -> Tensor")
 mean = op("mean", lambda x: x.mean(0), "(Tensor x) -> Tensor")
@@ -62,9 +62,9 @@ def the_table_is_put_back() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("own", "pattern", "options"),
     [
-        (product, "m k, k n -> m n", {"sum": "k", "linear": ("0", "1"), "product": "m | n | k"}),
+        (matmul, "m k, k n -> m n", {"sum": "k", "linear": ("0", "1"), "matmul": "m | n | k"}),
         (affine, "m k, k n, n -> m n", {"sum": "k", "added": "2", "linear": ("0 2", "1 2")}),
-        (shares, "... n -> ... n", {"whole": "n"}),
+        (shares, "... n -> ... n", {"unsharded": "n"}),
         (bent, "m n, m n -> m n", {"linear": ("1",)}),
         (powers, "m n -> m n", {"example": (torch.randn(4, 6), 1.5)}),
     ],
@@ -79,7 +79,7 @@ def test_what_is_right_is_entered(own: Any, pattern: str, options: Any) -> None:
 @pytest.mark.parametrize(
     ("own", "pattern", "options", "said"),
     [
-        (product, "m k, n k -> m n", {"sum": "k"}, "does not fit|fails on its example"),
+        (matmul, "m k, n k -> m n", {"sum": "k"}, "does not fit|fails on its example"),
         (affine, "m k, k n, n -> m n", {"sum": "k"}, "split on 'k', result 0 does not add up"),
         (shares, "m n -> m n", {}, "split on 'n', result 0 is not a part of that of one device"),
         (mean, "m n -> n", {"sum": "m"}, "split on 'm', result 0 does not add up"),
@@ -89,10 +89,10 @@ def test_what_is_right_is_entered(own: Any, pattern: str, options: Any) -> None:
         (noise, "m -> m", {}, "other numbers when it runs again"),
         (torch.ops.aten.mm, "m k, k n -> m n", {"sum": "k"}, "has a rule of autopar's own"),
         (torch.relu, "m -> m", {}, "takes an op of torch.ops or of torch.library.custom_op"),
-        (product, "m k, k n -> m n", {"sum": "n"}, "factor 'n' is in a result, so it is not"),
-        (product, "m k, k n -> m n", {"whole": "h"}, "no dim has the factor 'h'"),
+        (matmul, "m k, k n -> m n", {"sum": "n"}, "factor 'n' is in a result, so it is not"),
+        (matmul, "m k, k n -> m n", {"unsharded": "h"}, "no dim has the factor 'h'"),
         (mean, "m n", {}, "is no pattern such as"),
-        (heads, "m (h e) -> m (h e)", {"whole": "e"}, "factors h e of sizes"),  # h: the op's own
+        (heads, "m (h e) -> m (h e)", {"unsharded": "e"}, "factors h e of sizes"),  # the op has h
     ],
 )
 def test_what_is_wrong_is_refused(own: Any, pattern: str, options: Any, said: str) -> None:
@@ -135,13 +135,13 @@ class Own(nn.Module):
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(product(x, self.up).relu(), self.down).square().mean()
+        return matmul(matmul(x, self.up).relu(), self.down).square().mean()
 
 
 @pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "fsdp", autopar.Grid2D(2, 2)])
 def test_a_model_of_own_products_is_right_under_every_layout(layout: Any) -> None:
-    autopar.rule(product, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")
+    autopar.rule(matmul, "m k, k n -> m n", sum="k", linear=("0", "1"), product="m | n | k")
     torch.manual_seed(0)
     model, inputs = Own(), (torch.randn(8, 16),)
     autopar.verify(model, 4, inputs, layout)

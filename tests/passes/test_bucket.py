@@ -11,7 +11,7 @@ from torch import Tensor, fx
 import autopar
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.graph_events import Phase, collective_of, graph_events
-from autopar.ir.graph import ordered
+from autopar.ir.graph import sort
 from autopar.passes.overlap import DerivedGraph, bucket, facts_of
 from derived import arrived, called, derived, passed, placed, ran, scheduled
 
@@ -158,9 +158,9 @@ def test_buckets_that_wait_for_one_another_are_refused() -> None:
     first = graph.call_function(aten.neg.default, (x,))
     second = graph.call_function(aten.neg.default, (first,))
     graph.output(second)
-    assert ordered(graph)
+    assert sort(graph)
     first.args = (second,)
-    assert not ordered(graph)
+    assert not sort(graph)
 
 
 class Decayed(torch.nn.Module):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_schedule import PRODUCTS
+from test_schedule import MATMULS
 from test_training import LIMIT
 from torch import fx
 from torch.utils.flop_counter import flop_registry
@@ -28,7 +28,7 @@ from autopar.cost.simulator.graph_events import (
     group_of,
     is_wait,
 )
-from autopar.ir.graph import copied
+from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import group_ranks
 from autopar.ops import comm
 from autopar.passes.overlap import DerivedGraph, chunk, facts_of
@@ -175,7 +175,7 @@ def inputs(graph: fx.Graph) -> list[list[Any]]:
 
 def widened(graph: fx.Graph) -> fx.Graph:
     """The graph for numbers in float64."""
-    found = copied(graph)
+    found = copy_graph(graph)
     for node in found.nodes:
         if node.kwargs.get("dtype") is torch.float32:
             node.kwargs = {**node.kwargs, "dtype": torch.float64}
@@ -208,7 +208,7 @@ def test_pieces_give_the_same_numbers(layout: str) -> None:
         assert found is not graph
         found = ordered(found, run, phase, WORLD)
         assert same(found, graph)
-        found = copied(found)
+        found = copy_graph(found)
         before = [node.target for node in found.nodes]
         passed("reinplace", DerivedGraph(found, phase))
         assert [node.target for node in found.nodes] != before
@@ -223,7 +223,7 @@ def ordered(graph: fx.Graph, run: Scheduled, phase: Phase, world: autopar.World)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["megatron-sp", "3d"])
-def test_reduce_scatters_are_cut_beside_what_they_scatter(layout: str) -> None:
+def test_reduce_scatters_are_cut_along_what_they_scatter(layout: str) -> None:
     run = derived(layout, gloo=False)
     for phase in PHASES:
         graph = graph_of(run, phase)
@@ -298,7 +298,7 @@ def side_by_side(graph: fx.Graph, *targets: frozenset[Any]) -> list[list[tuple[f
 
 SUM = frozenset({functional.all_reduce.default})
 GATHER = frozenset({functional.all_gather_into_tensor.default})
-PRODUCT = frozenset(PRODUCTS)
+MATMUL = frozenset(MATMULS)
 
 
 def scheduled(layout: str, phase: Phase, pieces: int | None) -> fx.Graph:
@@ -309,10 +309,10 @@ def scheduled(layout: str, phase: Phase, pieces: int | None) -> fx.Graph:
 
 @pytest.mark.slow_cells("forward")
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_piece_is_summed_under_the_product_of_the_next(phase: Phase) -> None:
+def test_a_piece_is_summed_under_the_matmul_of_the_next(phase: Phase) -> None:
     graph = scheduled("megatron", phase, pieces=4)
     place = {node: number for number, node in enumerate(graph.nodes)}
-    cut = side_by_side(graph, SUM, PRODUCT)
+    cut = side_by_side(graph, SUM, MATMUL)
     assert len(cut) == 2, cut
     for pairs in cut:
         assert len(pairs) == 4
@@ -325,7 +325,7 @@ def test_a_piece_is_summed_under_the_product_of_the_next(phase: Phase) -> None:
 def test_a_gathered_piece_is_multiplied_while_the_next_arrives() -> None:
     graph = scheduled("megatron-sp", "forward", pieces=4)
     place = {node: number for number, node in enumerate(graph.nodes)}
-    cut = side_by_side(graph, PRODUCT, GATHER)
+    cut = side_by_side(graph, MATMUL, GATHER)
     assert len(cut) == 3, cut
     for pairs in cut:
         assert all(place[gather] < place[pairs[0][0]] for _, gather in pairs)
@@ -335,11 +335,11 @@ def test_a_gathered_piece_is_multiplied_while_the_next_arrives() -> None:
             assert place[product] < place[wait]
 
 
-def test_the_pass_cuts_by_itself_where_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pass_chunks_by_itself_where_that_gains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunk, "_LEAST_FLOPS", 0)
     monkeypatch.setattr(chunk, "_LEAST_SIDE", 0)
     graph = graph_of(derived("megatron"), "forward")
-    assert side_by_side(scheduled("megatron", "forward", pieces=None), SUM, PRODUCT)
+    assert side_by_side(scheduled("megatron", "forward", pieces=None), SUM, MATMUL)
     seconds = [
         graph_seconds(g, SLOW, frozenset(), "forward")
         for g in (chunked(graph, "forward", SLOW), graph)
@@ -348,7 +348,7 @@ def test_the_pass_cuts_by_itself_where_that_gains(monkeypatch: pytest.MonkeyPatc
 
 
 # -- how many --------------------------------------------------------------------------------------
-def product_and_sum(rows: int) -> fx.Graph:
+def matmul_and_sum(rows: int) -> fx.Graph:
     """A product, its sum over the ranks, and another that waits for it."""
     graph = fx.Graph()
     with _compat.fake_mode():
@@ -366,7 +366,7 @@ def product_and_sum(rows: int) -> fx.Graph:
 def pieces_on(rate: float, rows: int = 8192, latency: float = 1e-6, **more: Any) -> int:
     """Into how many pieces a product of 1024 x 1024 is cut over links of so many bytes/s."""
     world = autopar.World((autopar.Level(RANKS, rate, latency),), CORE, backend="nccl", **more)
-    graph = product_and_sum(rows)
+    graph = matmul_and_sum(rows)
     found = chunked(graph, "forward", world)
     if found is graph:
         return 1
@@ -386,7 +386,7 @@ def test_one_piece_is_an_answer() -> None:
 
 
 def test_a_lost_collective_is_reported() -> None:
-    graph = product_and_sum(64)
+    graph = matmul_and_sum(64)
     (unit,) = units(graph, 2, set())
     found = DerivedGraph(chunk_units_of(graph, [unit]), "forward")
     chunk.check(facts_of(graph), found)
@@ -402,7 +402,7 @@ def test_a_lost_collective_is_reported() -> None:
 def test_products_have_the_flops_that_torch_counts() -> None:
     graph, seen = graph_of(derived("megatron"), "backward"), 0
     for node in graph.nodes:
-        if node.target in PRODUCTS:
+        if node.target in MATMULS:
             args = fx.node.map_arg(node.args, lambda node: node.meta["val"])
             count = flop_registry[node.target.overloadpacket]
             assert flops(node) == count(*args, out_val=node.meta["val"]) > 0

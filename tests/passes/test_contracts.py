@@ -81,25 +81,25 @@ def test_every_pass_keeps_its_contract(name: str) -> None:
     CHECKS[name](programs()[name])
 
 
-def changed(program: Program, **changes: Any) -> Program:
+def changed(program: Program, **edits: Any) -> Program:
     """The program with other signature fields, or with its graph changed by `graph`."""
-    edit: Callable[[fx.Graph], None] | None = changes.pop("graph", None)
+    edit: Callable[[fx.Graph], None] | None = edits.pop("graph", None)
     if edit is not None:
         module = copy.deepcopy(program.module)
         for new, old in zip(module.graph.nodes, program.module.graph.nodes, strict=True):
             new.meta = dict(old.meta)
         edit(module.graph)
         program = dataclasses.replace(program, module=module)
-    return dataclasses.replace(program, signature=dataclasses.replace(program.signature, **changes))
+    return dataclasses.replace(program, signature=dataclasses.replace(program.signature, **edits))
 
 
-def noted(program: Program, **changes: Any) -> Program:
-    notes = dataclasses.replace(program.annotations, **changes)
+def noted(program: Program, **edits: Any) -> Program:
+    notes = dataclasses.replace(program.annotations, **edits)
     return dataclasses.replace(program, annotations=notes)
 
 
-def planned(program: Program, **changes: Any) -> Program:
-    return dataclasses.replace(program, plan=dataclasses.replace(program.plan, **changes))
+def planned(program: Program, **edits: Any) -> Program:
+    return dataclasses.replace(program, plan=dataclasses.replace(program.plan, **edits))
 
 
 def without(table: dict[Any, Any], key: Any) -> dict[Any, Any]:
@@ -215,7 +215,7 @@ def tensor_on_a_numbered_device(program: Program) -> Program:
     return changed(program, graph=place)
 
 
-def use_before_it_is_made(program: Program) -> Program:
+def use_before_definition(program: Program) -> Program:
     def move(graph: fx.Graph) -> None:
         node = first_call(graph, aten.gelu.default)
         next(iter(node.users)).append(node)
@@ -254,7 +254,7 @@ def mask_drawn(program: Program) -> Program:
     return changed(program, graph=add)
 
 
-def mask_beside_causal(program: Program) -> Program:
+def mask_and_causal(program: Program) -> Program:
     def add(graph: fx.Graph) -> None:
         node = first_call(graph, aten.scaled_dot_product_attention.default)
         node.args = (*node.args[:3], node.args[0], 0.0, True)
@@ -270,7 +270,7 @@ BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("draws", one_input_less, "placeholders and signature differ"),
     ("draws", mask_drawn, r"draws left \['bernoulli"),
     ("masks", one_input_less, "placeholders and signature differ"),
-    ("masks", mask_beside_causal, "has a mask and is causal"),
+    ("masks", mask_and_causal, "has a mask and is causal"),
     ("annotate", not_annotated, "annotate left no annotations"),
     ("annotate", rule_forgotten, "gelu has no rule"),
     ("annotate", rule_of_two_results, "the rule of gelu has 2 results, not 1"),
@@ -323,7 +323,7 @@ def test_a_broken_contract_is_noticed(
 )
 def test_a_graph_out_of_order_is_noticed(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"gelu.* used before it has been defined"):
-        CHECKS[name](use_before_it_is_made(programs()[name]))
+        CHECKS[name](use_before_definition(programs()[name]))
 
 
 # -- the runner ------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_the_runner_checks_what_every_pass_makes(
         autopar.plan(model, 4, args, layout="ddp", overlap=False)
 
 
-def test_every_graph_is_kept_and_prints() -> None:
+def test_every_graph_is_stored_and_prints() -> None:
     model, args, _ = models.mlp()
     par = autopar.parallelize(model, 1, args)
     assert list(par.graphs) == list(CHECKS)

@@ -96,7 +96,7 @@ def run_alone(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = No
 
 @pytest.mark.slow_cells("a step of MAML")
 @pytest.mark.parametrize("name", ["burgers", "a step of MAML"])
-def test_a_detach_of_autograd_that_is_kept_is_found(
+def test_a_detach_of_autograd_that_stays_is_found(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(derivatives, "_join_saved", lambda graph: None)
@@ -114,7 +114,7 @@ def test_a_zero_weight_hides_no_difference(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 # -- the facts of a trace --------------------------------------------------------------------------
-class Whole(nn.Module):
+class Everything(nn.Module):
     """Buffers that are assigned and written, a constant, hooks, a dict, arguments by name."""
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class Whole(nn.Module):
 
 
 def test_a_trace_has_the_facts_that_export_gives() -> None:
-    model, x = Whole(), torch.randn(4, 4)
+    model, x = Everything(), torch.randn(4, 4)
     before = {n: x.clone() for n, x in model.state_dict().items()}
     program = trace(model, (x,))
     signature = program.signature

@@ -22,7 +22,7 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.tracing import trace_model
 from autopar.runtime.verify import compare
 from autopar.world import World
-from mutations import CHANGES, Mutation, broken
+from mutations import MUTATIONS, Mutation, broken
 from plans import subject
 
 KEEP = 0.75
@@ -41,11 +41,11 @@ def masked(x: Tensor) -> Tensor:
     return x.masked_fill(torch.rand(x.shape[:2])[..., None] < 1 - KEEP, 0.0)
 
 
-def kept_above(x: Tensor) -> Tensor:
+def mask_above(x: Tensor) -> Tensor:
     return torch.where(torch.rand_like(x) >= 1 - KEEP, x, -x)
 
 
-def kept_at_most(x: Tensor) -> Tensor:
+def mask_at_most(x: Tensor) -> Tensor:
     return torch.where(torch.rand_like(x) <= KEEP, x, -x)
 
 
@@ -57,8 +57,8 @@ DRAWS = (
     stochastic_depth,
     stochastic_depth_by_bernoulli,
     masked,
-    kept_above,
-    kept_at_most,
+    mask_above,
+    mask_at_most,
     dropped_above,
 )
 
@@ -98,7 +98,7 @@ def test_every_layout_draws_the_same(draw: Callable[[Tensor], Tensor], layout: s
 
 
 @pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
-def test_as_many_are_kept_as_on_one_device(draw: Callable[[Tensor], Tensor]) -> None:
+def test_as_many_survive_as_on_one_device(draw: Callable[[Tensor], Tensor]) -> None:
     """The part of ones that a draw leaves alone, of the model and of its graph."""
 
     class Draw(nn.Module):
@@ -191,7 +191,7 @@ def test_noise_is_split_as_what_it_is_added_to() -> None:
     assert noise.args[2] == [8, 8] and noise.args[-1] == [8, 32]
 
 
-@pytest.mark.parametrize("mutation", CHANGES[sharded.draw], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("mutation", MUTATIONS[sharded.draw], ids=lambda change: change.__name__)
 def test_verify_notices_other_numbers(mutation: Mutation) -> None:
     known = subject(Model(reparametrised), inputs())
     world, request = World.of(2), PlanRequest("fsdp")

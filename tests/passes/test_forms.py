@@ -102,7 +102,7 @@ def test_products_take_the_form_that_gains(layout: str) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_gains_nothing_changes() -> None:
+def test_where_nothing_gains_nothing_is_rewritten() -> None:
     model, args, _ = models.gpt()
     plain = autopar.plan(model, 4, args, "megatron", smaller=False)
     plan = autopar.plan(model, forged(4, 0.97), args, "megatron", smaller=False)

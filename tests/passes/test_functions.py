@@ -118,7 +118,7 @@ class Listed(Function):
         return None, 2 * g, None
 
 
-kept = StraightThrough.apply
+straight_through = StraightThrough.apply
 
 
 class Inner(nn.Module):
@@ -144,24 +144,28 @@ class Net(nn.Module):
 
 def without_gradient(x: Tensor, w: Tensor) -> Tensor:
     with torch.no_grad():
-        fixed = kept(x, 4)
+        fixed = straight_through(x, 4)
     return x + fixed
 
 
 KINDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "straight through": lambda x, w: x + kept(x, 4),
+    "straight through": lambda x, w: x + straight_through(x, 4),
     "reversal": lambda x, w: x * w + Reversed.apply(x),
     "several": lambda x, w: (lambda a, b, c: a + b * x)(*Several.apply(x, w)),
     "unmaterialised": lambda x, w: x + Unmaterialised.apply(x)[0],
     "clipped": lambda x, w: x + Clipped.apply(x * w),
     "mixed": lambda x, w: x + Mixed.apply(x),
-    "twice": lambda x, w: kept(kept(x, 4) * w, 8),
+    "twice": lambda x, w: straight_through(straight_through(x, 4) * w, 8),
     "nested": lambda x, w: x + Outer.apply(x),
     "listed": lambda x, w: Listed.apply([w], x, {"shift": 1.0, "name": "a"})[0],
     "no grad": without_gradient,
     "frozen operand": lambda x, w: (lambda a, b, c: a + c)(*Several.apply(x, w.detach())),
-    "checkpointed": lambda x, w: checkpoint(lambda y: y + kept(y * w, 4), x, use_reentrant=False),
-    "reentrant": lambda x, w: checkpoint(lambda y: y * w + kept(y, 4), x, use_reentrant=True),
+    "checkpointed": lambda x, w: checkpoint(
+        lambda y: y + straight_through(y * w, 4), x, use_reentrant=False
+    ),
+    "reentrant": lambda x, w: checkpoint(
+        lambda y: y * w + straight_through(y, 4), x, use_reentrant=True
+    ),
     "reentrant without": lambda x, w: (
         x + checkpoint(lambda y: y * w, x.detach(), use_reentrant=True)
     ),
@@ -242,6 +246,6 @@ def test_a_large_function_is_split_by_what_a_smaller_trial_says() -> None:
         (spec,) = (s for s in notes.specs.values() if s.source != "rule")
         return [size for name, size in spec.sizes.items() if spec.splittable(name)]
 
-    assert factors(lambda x: kept(x, 4)) == [64, 512, 2048]
+    assert factors(lambda x: straight_through(x, 4)) == [64, 512, 2048]
     assert factors(Mixed.apply) == [512, 2048]
     assert factors(Clipped.apply) == []

@@ -184,7 +184,7 @@ def test_a_hook_of_a_parameter_is_refused(kind: str) -> None:
 
 @pytest.mark.slow_cells("offloaded")
 @pytest.mark.parametrize("body", [looked_at, offloaded])
-def test_what_changes_no_gradient_is_traced(body: Callable[[Tensor], Tensor]) -> None:
+def test_what_leaves_gradients_alone_is_traced(body: Callable[[Tensor], Tensor]) -> None:
     model = Net(body)
     model.act.register_forward_hook(lambda m, i, o: o * 2)
     model.act.register_full_backward_hook(lambda m, i, o: None).remove()

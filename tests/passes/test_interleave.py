@@ -11,7 +11,7 @@ import autopar
 import models
 from autopar.cost.simulator import interleave, simulate, timeline
 from autopar.cost.simulator.engine import Event
-from autopar.passes.interleave import interleaved
+from autopar.passes.interleave import interleave_parts
 from autopar.tools.targets import NAMED, Gpt
 
 
@@ -22,7 +22,7 @@ def test_each_part_has_its_own_nodes_and_weights_are_gathered_once(layout: str) 
     model, args, _ = models.gpt()
     plan = autopar.plan(model, 4, args, layout, microbatches=2, smaller=False, outputs="sharded")
     one = plan.context.program
-    both = interleaved(one)
+    both = interleave_parts(one)
     both.module.graph.lint()
     names = [node.name for node in both.module.graph.find_nodes(op="placeholder")]
     assert names == [entry.node for entry in both.signature.inputs]

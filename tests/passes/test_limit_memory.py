@@ -108,11 +108,11 @@ def test_as_many_gathers_ahead_as_there_is_room_for(room: int, ahead: int) -> No
     bound = room * size + 4 * 1024 + size + 100
     limited = passed("limit_memory", DerivedGraph(graph, "forward", STORED, step, bound))
     assert limited.graph is graph and limited.room >= 0
-    under_way = most = 0
+    in_flight = most = 0
     for node in graph.nodes:
-        under_way += node in sent
-        most = max(most, under_way)
-        under_way -= is_wait(node)
+        in_flight += node in sent
+        most = max(most, in_flight)
+        in_flight -= is_wait(node)
     assert most == ahead
     assert [n for n in graph.nodes if collective_of(n)] == sent
 

@@ -46,7 +46,7 @@ def test_other_ranks_are_silent(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_where_nothing_is_asked(tmp_path: Path) -> None:
+def test_nothing_is_left_where_nothing_is_requested(tmp_path: Path) -> None:
     assert "autopar rank" not in run()
 
 
@@ -61,5 +61,5 @@ def test_nothing_is_left_where_nothing_is_asked(tmp_path: Path) -> None:
         ("AUTOPAR_DUMP", "/dev/null/x", "AUTOPAR_DUMP=/dev/null/x"),
     ],
 )
-def test_mistakes_are_told(name: str, value: str, message: str) -> None:
+def test_mistakes_are_reported(name: str, value: str, message: str) -> None:
     assert message in run(status=1, **{name: value})

@@ -105,7 +105,7 @@ def test_what_masks_of_transformers_say(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_does_not_take_the_mask_of_a_trace_is_told_which_to_give() -> None:
+def test_a_model_that_does_not_take_the_mask_of_a_trace_is_refused_with_the_mask_to_give() -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
     config = transformers.NystromformerConfig(
         vocab_size=32, num_hidden_layers=1, num_landmarks=4, segment_means_seq_len=16, **sizes

@@ -299,7 +299,7 @@ def test_an_input_with_a_gradient_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_verify_holds_what_ranks_run_against_the_whole_batch(
+def test_verify_compares_what_ranks_run_with_the_full_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rewrite that is wrong alike on one rank and on several is seen."""

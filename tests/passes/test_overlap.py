@@ -47,7 +47,7 @@ def test_gains_are_of_steps_of_one_round() -> None:
     assert table(cell()).row_count == 2
 
 
-def test_what_is_wanted_is_asked_where_it_can_be_had() -> None:
+def test_options_of_overlap_are_taken_where_they_apply() -> None:
     assert "1.50 (met)" in sentence(gains(cell())) and "90% (met)" in sentence(gains(cell()))
     assert sentence(gains(cell(ratio=3.0))).startswith("no layout's communication")
 

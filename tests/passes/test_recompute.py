@@ -22,8 +22,8 @@ from autopar.runtime import lockstep
 from autopar.runtime.verify import _Rank
 
 
-def example(name: str, **changes: Any) -> tuple[torch.nn.Module, Any]:
-    model, args, kwargs = getattr(models, name)(**changes)
+def example(name: str, **overrides: Any) -> tuple[torch.nn.Module, Any]:
+    model, args, kwargs = getattr(models, name)(**overrides)
     return model, kwargs or args
 
 
@@ -126,7 +126,7 @@ def test_on_one_rank_the_generators_are_set_back() -> None:
 
 @pytest.mark.slow_cells("4-megatron-sp")
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "fsdp"), (4, "megatron-sp")])
-def test_less_is_held_and_more_is_moved(ranks: int, layout: str) -> None:
+def test_less_is_saved_and_more_is_sent(ranks: int, layout: str) -> None:
     model, inputs = example("gpt")
     plain = autopar.plan(model, ranks, inputs, layout, recompute="none")
     again = autopar.plan(model, ranks, inputs, layout, recompute="full")

@@ -106,7 +106,7 @@ def test_casts_of_parameters_count_as_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_nothing_changes_for_float32() -> None:
+def test_float32_stays_as_it_is() -> None:
     model, inputs = gpt(torch.float32)
     plans = [autopar.plan(model, 4, inputs, smaller=False, **more) for more in ({}, WIDE)]
     assert plans[0].seconds == plans[1].seconds and plans[0].choices == plans[1].choices

@@ -37,8 +37,10 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def plans(name: str, ranks: int, layout: Any, **changes: Any) -> tuple[autopar.Plan, autopar.Plan]:
-    model, inputs = example(name, **changes)
+def plans(
+    name: str, ranks: int, layout: Any, **overrides: Any
+) -> tuple[autopar.Plan, autopar.Plan]:
+    model, inputs = example(name, **overrides)
     plain, again = (
         autopar.plan(model, ranks, inputs, layout, recompute=how, smaller=False)
         for how in ("none", "selective")
@@ -46,13 +48,13 @@ def plans(name: str, ranks: int, layout: Any, **changes: Any) -> tuple[autopar.P
     return plain, again
 
 
-@pytest.mark.slow_cells("gpt-4-fsdp-changes0")
+@pytest.mark.slow_cells("gpt-4-fsdp-overrides0")
 @pytest.mark.slow_cells(
-    "gpt-4-megatron-changes1", "gpt2-2-auto-changes5", "llama-4-megatron-sp-changes3",
-    "llama-8-layout2-changes2",
+    "gpt-4-megatron-overrides1", "gpt2-2-auto-overrides5", "llama-4-megatron-sp-overrides3",
+    "llama-8-layout2-overrides2",
 )  # fmt: skip
 @pytest.mark.parametrize(
-    ("name", "ranks", "layout", "changes"),
+    ("name", "ranks", "layout", "overrides"),
     [
         ("gpt", 4, "fsdp", {}),
         ("gpt", 4, "megatron", {"dropout": 0.2}),
@@ -62,8 +64,10 @@ def plans(name: str, ranks: int, layout: Any, **changes: Any) -> tuple[autopar.P
         ("gpt2", 2, "auto", {}),
     ],
 )
-def test_numbers_are_those_of_one_device(name: str, ranks: int, layout: Any, changes: Any) -> None:
-    model, inputs = example(name, **changes)
+def test_numbers_are_those_of_one_device(
+    name: str, ranks: int, layout: Any, overrides: Any
+) -> None:
+    model, inputs = example(name, **overrides)
     plain = autopar.verify(model, ranks, inputs, layout)
     again = autopar.verify(model, ranks, inputs, layout, recompute="selective")
     assert again.nodes == plain.nodes
@@ -112,7 +116,7 @@ def test_what_the_search_chooses_within_a_limit_is_right(
     ("name", "ranks", "layout"),
     [("gpt", 4, "fsdp"), ("llama", 4, "megatron-sp"), ("llama", 8, Grid4D(2, 2, 2, 1))],
 )
-def test_less_is_held_and_no_collective_runs_twice(name: str, ranks: int, layout: Any) -> None:
+def test_less_is_saved_and_no_collective_runs_twice(name: str, ranks: int, layout: Any) -> None:
     plain, again = plans(name, ranks, layout)
     _, inputs = example(name)
     assert again.rerun and not again.recompute and not again.regather

@@ -116,7 +116,7 @@ def swapped(model: Net) -> None:
     model.drop = nn.Sequential(nn.Dropout(0.1))  # type: ignore[assignment]
 
 
-CHANGES: dict[str, Callable[[Net], Any]] = {
+EDITS: dict[str, Callable[[Net], Any]] = {
     "attribute": lambda model: setattr(model, "scale", 0.25),
     "dict": lambda model: model.options.update(power=3),
     "global": other_global,
@@ -139,7 +139,7 @@ CHANGES: dict[str, Callable[[Net], Any]] = {
 
 @pytest.mark.slow_cells("dict", "submodule", "forward")
 @pytest.mark.slow_cells("class", "persistent")
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", EDITS)
 def test_a_changed_model_is_traced_again(change: str, exports: list[nn.Module]) -> None:
     model = Net()
     tie = nn.Parameter(torch.zeros(8))
@@ -149,7 +149,7 @@ def test_a_changed_model_is_traced_again(change: str, exports: list[nn.Module]) 
     inputs = (rows(), rows())
     before = trace.trace(model, inputs)
     assert trace.trace(model, inputs).signature == before.signature and len(exports) == 1
-    CHANGES[change](model)
+    EDITS[change](model)
     if change == "dtype":
         inputs = (inputs[0].double(), inputs[1].double())
     after = trace.trace(model, inputs)
@@ -202,7 +202,7 @@ def test_what_cannot_be_compared_is_traced_again(how: str, exports: list[nn.Modu
     model = Doubtful(how)
     for _ in range(2):
         trace.trace(model, (rows().requires_grad_(),))
-    assert len(exports) == 2 and model not in reuse._KEPT
+    assert len(exports) == 2 and model not in reuse._TRACES
 
 
 def test_a_custom_function_that_comes_later_is_seen(exports: list[nn.Module]) -> None:
@@ -220,11 +220,11 @@ def test_a_custom_function_that_comes_later_is_seen(exports: list[nn.Module]) ->
     assert len(exports) == 2 and fingerprint(before) != fingerprint(after)
 
 
-def test_nothing_of_a_model_is_kept_alive() -> None:
+def test_nothing_of_a_model_stays_alive() -> None:
     model = Net()
     trace.trace(model, (rows(),))
     alive = weakref.ref(model), weakref.ref(model.up.weight)
-    assert model in reuse._KEPT
+    assert model in reuse._TRACES
     del model
     gc.collect()
     assert [ref() for ref in alive] == [None, None]

@@ -27,7 +27,7 @@ from autopar.runtime.backends import Scheduled
 from derived import passed, scheduled
 
 aten = torch.ops.aten
-PRODUCTS = (aten.mm.default, aten.addmm.default)
+MATMULS = (aten.mm.default, aten.addmm.default)
 
 
 def order(module: fx.GraphModule) -> dict[fx.Node, int]:
@@ -44,13 +44,13 @@ def sent(module: fx.GraphModule, name: str) -> list[tuple[fx.Node, fx.Node]]:
     return found
 
 
-def makes_gradient(product: fx.Node) -> bool:
+def makes_gradient(matmul: fx.Node) -> bool:
     """Whether this is a product for dW: one side is the sum over all tokens, not a row of them."""
-    return product.meta["val"].shape[0] <= 4096
+    return matmul.meta["val"].shape[0] <= 4096
 
 
 def products(module: fx.GraphModule) -> Iterator[fx.Node]:
-    return (node for node in module.graph.nodes if node.target in PRODUCTS)
+    return (node for node in module.graph.nodes if node.target in MATMULS)
 
 
 def between(module: fx.GraphModule, pair: tuple[fx.Node, fx.Node]) -> list[fx.Node]:
@@ -69,13 +69,13 @@ def covered(run: Scheduled, module: fx.GraphModule, pair: tuple[fx.Node, fx.Node
 
 # -- by name ---------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_oar_dx_is_summed_under_the_product_for_dw() -> None:
+def test_oar_dx_is_summed_under_the_matmul_for_dw() -> None:
     run = scheduled(autopar.Grid4D(x=2, y=4))
     assert run.backward is not None
     sums = [pair for pair in sent(run.backward, "all_reduce") if pair[0].meta["val"].shape[0] == 64]
     assert len(sums) > 4 * 2
     under = [
-        [n for n in between(run.backward, pair) if n.target in PRODUCTS and makes_gradient(n)]
+        [n for n in between(run.backward, pair) if n.target in MATMULS and makes_gradient(n)]
         for pair in sums
     ]
     assert sum(bool(found) for found in under) > len(sums) / 2, under

@@ -28,7 +28,7 @@ from traced import run
 
 Forward = Callable[[Any, Tensor], Any]
 CALLS = {"n": 0}
-KEPT: list[Tensor] = []
+LEAKED: list[Tensor] = []
 WRONG: dict[str, tuple[Forward, str]] = {}
 RIGHT: dict[str, Forward] = {}
 
@@ -126,7 +126,7 @@ def a_count_of_the_class(m: Any, x: Tensor) -> Tensor:
 
 
 @wrong("when it is called again: mul")
-def a_number_made_a_tensor(m: Any, x: Tensor) -> Tensor:
+def a_tensor_of_a_number(m: Any, x: Tensor) -> Tensor:
     m.inner.step += 1
     return (m.linear(x) * torch.full((4,), float(m.inner.step))).sum()
 
@@ -138,13 +138,13 @@ def a_number_that_is_returned(m: Any, x: Tensor) -> Any:
 
 
 @wrong("changes late")
-def a_layer_made_on_the_way(m: Any, x: Tensor) -> Tensor:
+def a_layer_that_forward_adds(m: Any, x: Tensor) -> Tensor:
     m.late = nn.Linear(4, 4)
     return m.late(m.linear(x)).sum()
 
 
 @wrong("changes requires_grad of linear.weight")
-def a_parameter_frozen_on_the_way(m: Any, x: Tensor) -> Tensor:
+def a_parameter_that_forward_freezes(m: Any, x: Tensor) -> Tensor:
     m.linear.weight.requires_grad_(False)
     return m.linear(x).sum()
 
@@ -196,7 +196,7 @@ def noise_drawn_once(m: Any, x: Tensor) -> Tensor:
 
 @wrong("leaves 1 tensors in variables outside of the model (in a list)")
 def a_global_list(m: Any, x: Tensor) -> Tensor:
-    KEPT[:] = [m.linear(x).detach()]
+    LEAKED[:] = [m.linear(x).detach()]
     return m.linear(x).sum()
 
 
@@ -269,7 +269,7 @@ def a_gradient_of_a_weight(m: Any, x: Tensor) -> Tensor:
 
 
 @right
-def a_table_of_constants_made_once(m: Any, x: Tensor) -> Tensor:
+def a_table_of_constants_built_once(m: Any, x: Tensor) -> Tensor:
     if m.inner.step < len(x):
         m.inner.step = len(x)
         m.prev = torch.zeros(len(x), 4)
@@ -291,7 +291,7 @@ def a_moving_average(m: Any, x: Tensor) -> Tensor:
 
 
 @right
-def told_once(m: Any, x: Tensor) -> Tensor:
+def warns_once(m: Any, x: Tensor) -> Tensor:
     m.table["told"] = True
     if x.shape[0] > 2 and not m.state.step:
         m.state.step = 1
@@ -300,7 +300,7 @@ def told_once(m: Any, x: Tensor) -> Tensor:
 
 def calm() -> None:
     CALLS["n"] = 0
-    KEPT.clear()
+    LEAKED.clear()
     Model.total = 0
     mask.cache_clear()
 
@@ -336,7 +336,7 @@ def test_calls_that_are_not_alike_are_refused(name: str) -> None:
 
 
 @pytest.mark.slow_cells("a_moving_average")
-@pytest.mark.slow_cells("a_table_of_constants_made_once")
+@pytest.mark.slow_cells("a_table_of_constants_built_once")
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_every_call_does_alike_is_traced(name: str) -> None:
     model = Model(RIGHT[name])
@@ -351,7 +351,7 @@ def test_what_every_call_does_alike_is_traced(name: str) -> None:
 def test_no_stand_in_outlives_the_check() -> None:
     calm()
     before = fakes()
-    for name in ("a_table_of_constants_made_once", "a_loss_left_for_later_in_the_call"):
+    for name in ("a_table_of_constants_built_once", "a_loss_left_for_later_in_the_call"):
         refuse_side_effects(Model(RIGHT[name]), (torch.randn(3, 4),), {})
     for name in ("the_last_result", "a_growing_list", "noise_drawn_once"):
         with pytest.raises(TraceError):

@@ -16,7 +16,7 @@ import autopar
 import models
 from autopar import _compat
 from autopar.cost.simulator.graph_events import collective_of, graph_events, is_wait
-from autopar.ir.graph import ordered
+from autopar.ir.graph import sort
 from autopar.passes import OPTIONS
 from autopar.passes.overlap import DerivedGraph, Freedom, bucket, summa_fusion
 from autopar.runtime.backends import Scheduled
@@ -161,7 +161,7 @@ def test_panels_from_one_root_are_joined() -> None:
     assert all(bucket.can_fuse(node) for node in members)
     with _compat.fake_mode():
         bucket.fuse(graph, members)
-    assert ordered(graph)
+    assert sort(graph)
     (node,) = [n for n in graph.nodes if collective_of(n)]
     assert node.meta["val"].shape == (10,) and node.args[1:] == (1, GROUP)
     given = [torch.randn(shape) for shape in shapes]

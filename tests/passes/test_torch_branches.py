@@ -270,7 +270,7 @@ def test_distributions_are_traced_without_their_checks(
         trace(model, (torch.ones(4, 4),))  # has been said of this model
 
 
-def test_whoever_has_turned_the_checks_off_is_told_nothing() -> None:
+def test_whoever_has_turned_the_checks_off_sees_no_warning() -> None:
     distributions.Distribution.set_default_validate_args(False)
     try:
         with warnings.catch_warnings():
@@ -281,7 +281,7 @@ def test_whoever_has_turned_the_checks_off_is_told_nothing() -> None:
         distributions.Distribution.set_default_validate_args(True)
 
 
-def test_a_distribution_that_is_told_to_check_is_refused_by_name() -> None:
+def test_a_distribution_that_checks_its_arguments_is_refused_by_name() -> None:
     with pytest.raises(TraceError) as caught:
         trace(Calls(lambda x: normal(x, validate_args=True)), (torch.ones(8, 4),))
     message = str(caught.value)

@@ -170,7 +170,7 @@ def test_statistics_are_those_of_the_module(name: str, training: bool) -> None:
         autopar.verify(model, world, (x,), layout=layout)
 
 
-class Beside(nn.Module):
+class UnusedNorm(nn.Module):
     """Normalises, and uses only what it was given."""
 
     def __init__(self, norm: nn.Module) -> None:
@@ -184,10 +184,10 @@ class Beside(nn.Module):
 
 def test_statistics_of_a_module_that_nothing_uses() -> None:
     """Export drops an instance norm that nothing uses, with what it writes, but no batch norm."""
-    found = buffers_after(Beside(nn.BatchNorm1d(6)), ROWS)
+    found = buffers_after(UnusedNorm(nn.BatchNorm1d(6)), ROWS)
     assert found["norm.running_mean"].abs().max() > 0
     with pytest.raises(TraceError, match=r"buffer norm.running_mean by an op whose result nothing"):
-        trace(Beside(nn.InstanceNorm1d(6, track_running_stats=True)), (SERIES,))
+        trace(UnusedNorm(nn.InstanceNorm1d(6, track_running_stats=True)), (SERIES,))
 
 
 # -- tables ----------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def doubled(x: Tensor, mode: str) -> Tensor:
 
 doubled.register_fake(lambda x, mode: torch.empty_like(x))
 
-WAYS: dict[str, Callable[[Tensor], Tensor]] = {
+MODES: dict[str, Callable[[Tensor], Tensor]] = {
     "own": lambda g: 2 * g,
     "mixed": lambda g: g - g.mean(0),
     "clipped": lambda g: g.clamp(-1e-4, 1e-4),
@@ -242,14 +242,14 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "cast": lambda g: (2 * g.float()).to(g.dtype),
 }
 doubled.register_autograd(
-    lambda ctx, grad: (WAYS[ctx.way](grad), None),
+    lambda ctx, grad: (MODES[ctx.way](grad), None),
     setup_context=lambda ctx, inputs, output: setattr(ctx, "way", inputs[1]),
 )
 
 
 @pytest.mark.slow_cells("cast")
 @pytest.mark.slow_cells("clipped by norm", "clipped", "mixed", "own")
-@pytest.mark.parametrize("mode", WAYS)
+@pytest.mark.parametrize("mode", MODES)
 def test_the_backward_of_a_custom_op(mode: str) -> None:
     """Under every layout the gradients are those of the module; the batch alone makes the op's
     gradient a part of a sum on some axis.

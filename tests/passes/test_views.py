@@ -25,8 +25,8 @@ def random_reshape(draw: random.Random) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def _dims(primes: list[int], draw: random.Random) -> tuple[int, ...]:
-    cuts = sorted(draw.randint(0, len(primes)) for _ in range(draw.randint(0, 4)))
-    bounds = [0, *cuts, len(primes)]
+    shards = sorted(draw.randint(0, len(primes)) for _ in range(draw.randint(0, 4)))
+    bounds = [0, *shards, len(primes)]
     return tuple(math.prod(primes[a:b]) for a, b in itertools.pairwise(bounds))
 
 
@@ -43,27 +43,27 @@ def digit(dims: Dims, sizes: dict[str, int], factor: str, parts: int) -> State |
     return None
 
 
-def cuts(
-    shape: tuple[int, ...], state: State, parts: int, whole: torch.Tensor
+def shards(
+    shape: tuple[int, ...], state: State, parts: int, unsharded: torch.Tensor
 ) -> list[torch.Tensor]:
     mesh = Mesh.parse(f"x{parts}")
     layout = Layout(mesh, shape, (state,))
-    return [layout.cut(whole, mesh.coordinate(rank)) for rank in range(parts)]
+    return [layout.cut(unsharded, mesh.coordinate(rank)) for rank in range(parts)]
 
 
 def test_factors_multiply_up_to_the_dims_and_run_in_the_same_order() -> None:
     draw = random.Random(0)
     for _ in range(RESHAPES):
         source, target = random_reshape(draw)
-        sizes, left, right, whole = view_factors(source, target)
-        note = f"{source} -> {target}: {left} -> {right} of {sizes}, whole {sorted(whole)}"
+        sizes, left, right, unsharded = view_factors(source, target)
+        note = f"{source} -> {target}: {left} -> {right} of {sizes}, whole {sorted(unsharded)}"
         for dims, shape in ((left, source), (right, target)):
             assert len(dims) == len(shape), note
             assert all(
                 math.prod(sizes[f] for f in names) == size
                 for names, size in zip(dims, shape, strict=True)
             ), note
-        kept = [[f for f in flat(dims) if f not in whole] for dims in (left, right)]
+        kept = [[f for f in flat(dims) if f not in unsharded] for dims in (left, right)]
         assert kept[0] == kept[1], note
 
 
@@ -72,11 +72,11 @@ def test_a_split_factor_commutes_with_the_view() -> None:
     draw, count = random.Random(1), 0
     for _ in range(RESHAPES):
         source, target = random_reshape(draw)
-        sizes, left, right, whole = view_factors(source, target)
+        sizes, left, right, unsharded = view_factors(source, target)
         value = torch.arange(math.prod(source))
         for factor in flat(left):
             for parts in (2, 3):
-                if factor in whole or sizes[factor] % parts:
+                if factor in unsharded or sizes[factor] % parts:
                     continue
                 before, after = (
                     digit(left, sizes, factor, parts),
@@ -85,15 +85,15 @@ def test_a_split_factor_commutes_with_the_view() -> None:
                 assert before is not None and after is not None
                 count += 1
                 for own, expected in zip(
-                    cuts(source, before, parts, value.view(source)),
-                    cuts(target, after, parts, value.view(target)),
+                    shards(source, before, parts, value.view(source)),
+                    shards(target, after, parts, value.view(target)),
                     strict=True,
                 ):
                     assert torch.equal(own.reshape(expected.shape), expected), (source, target)
     assert count > 5000
 
 
-def test_nothing_is_left_whole_without_need() -> None:
+def test_nothing_is_left_unsharded_without_need() -> None:
     """Where the suffix products of two shapes form one divisor chain, every factor may be split."""
     draw, chains = random.Random(2), 0
     for _ in range(RESHAPES):
@@ -126,10 +126,10 @@ def test_known_views(
     source: tuple[int, ...], target: tuple[int, ...], left: str, right: str
 ) -> None:
     """Factors by their sizes, ! where no axis may split one."""
-    sizes, a, b, whole = view_factors(source, target)
+    sizes, a, b, unsharded = view_factors(source, target)
 
     def text(dims: Dims) -> str:
-        words = [[f"{sizes[f]}{'!' * (f in whole)}" for f in names] for names in dims]
+        words = [[f"{sizes[f]}{'!' * (f in unsharded)}" for f in names] for names in dims]
         return " ".join(w[0] if len(w) == 1 else f"({' '.join(w)})" for w in words)
 
     assert (text(a), text(b)) == (left, right)

@@ -103,7 +103,7 @@ def check_estimates(name: str, layout: str, optimizer: str) -> None:
         ("gpt", "megatron-sp", "adamw"),
     ],
 )
-def test_peaks_put_together_from_blocks_are_those_of_the_whole(
+def test_peaks_put_together_from_blocks_are_those_of_the_full_model(
     name: str, layout: str, optimizer: str
 ) -> None:
     check_estimates(name, layout, optimizer)
@@ -112,7 +112,7 @@ def test_peaks_put_together_from_blocks_are_those_of_the_whole(
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize("name", MODELS)
-def test_peaks_put_together_are_those_of_the_whole_under_every_layout(
+def test_peaks_put_together_are_those_of_the_full_model_under_every_layout(
     name: str, layout: str
 ) -> None:
     for optimizer in ("adamw", "sgd-momentum"):

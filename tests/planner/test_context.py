@@ -48,8 +48,8 @@ HEADS: dict[str, tuple[int, Layouts]] = {
 }
 
 
-def holds(name: str, ranks: int, layout: Layouts, **changes: Any) -> None:
-    model, args, kwargs = MODELS[name](**changes)
+def holds(name: str, ranks: int, layout: Layouts, **overrides: Any) -> None:
+    model, args, kwargs = MODELS[name](**overrides)
     check = autopar.verify(model, ranks, args or kwargs, layout=layout)
     assert check.ranks == ranks
     assert max(check.loss_error, check.grad_error, check.step_error) < LIMIT
@@ -161,7 +161,7 @@ def test_blocks_hold_every_key_that_is_seen(band: Band, places: Any, monkeypatch
 
 @pytest.mark.slow_cells("2-4", "4-4")
 @pytest.mark.parametrize(("ranks", "heads_of_keys"), [(2, 4), (4, 4), (4, 2)])
-def test_a_rank_has_the_whole_sequence_of_its_heads(ranks: int, heads_of_keys: int) -> None:
+def test_a_rank_has_the_full_sequence_of_its_heads(ranks: int, heads_of_keys: int) -> None:
     """8 heads, 4 of keys or 2, which are repeated before attention."""
     model, _, kwargs = models.llama(num_key_value_heads=heads_of_keys)
     plan = autopar.plan(model, ranks, kwargs, layout=GridContext(ranks, attention="heads"))
@@ -230,7 +230,7 @@ def test_attention_that_is_no_op_has_no_heads_to_split() -> None:
         autopar.plan(model, 4, kwargs, layout=GridContext(4, attention="heads"))
 
 
-def test_an_unknown_way_of_attention_is_refused() -> None:
+def test_an_unknown_scheme_of_attention_is_refused() -> None:
     model, _, kwargs = models.llama()
     with pytest.raises(LayoutError, match="`attention` is strided or contiguous or heads"):
         autopar.plan(model, 4, kwargs, layout=GridContext(4, attention="ring"))  # type: ignore[arg-type]
@@ -256,7 +256,7 @@ def test_ranks_that_context_does_not_divide_are_refused() -> None:
     ],
     ids=str,
 )
-def test_parity_of_contexts_beside_experts(ranks: int, layout: Layouts) -> None:
+def test_parity_of_contexts_with_experts(ranks: int, layout: Layouts) -> None:
     model, _, kwargs = moe_models.mixtral()
     check = autopar.verify(model, ranks, kwargs, layout=layout)
     assert max(check.loss_error, check.grad_error, check.step_error) < LIMIT

@@ -105,11 +105,11 @@ def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
     ("name", "layout"),
     [("gpt", "auto"), ("gpt", "megatron-sp"), ("llama", "fsdp"), ("llama", "ddp")],
 )
-def test_steps_and_peaks_are_those_of_the_whole(name, layout):
+def test_steps_and_peaks_are_those_of_the_full_model(name, layout):
     program, world = chosen(name, layout, 4)
     deep = DeepModel(program)
     assert [len(run) for run in deep.runs] in ([LAYERS], [LAYERS - 1], [LAYERS - 2])
-    check_against_whole(program, deep, world)
+    check_against_full(program, deep, world)
 
 
 @pytest.mark.slow_cells("fsdp")
@@ -122,10 +122,10 @@ def test_blocks_that_come_in_turns_are_units(layout: str) -> None:
     deep = DeepModel(program)
     assert [(len(run), len(run[0])) for run in deep.runs] == [(9, 2)]  # after the first two
     # the first block has an op of its own, and is taken to run again what the third one does
-    check_against_whole(program, deep, world, seconds_apart=2e-5)
+    check_against_full(program, deep, world, seconds_apart=2e-5)
 
 
-def check_against_whole(
+def check_against_full(
     program: Program, deep: DeepModel, world: World, seconds_apart: float = 1e-9
 ) -> None:
     assert simulate_plan(program, world) == pytest.approx(

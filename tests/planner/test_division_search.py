@@ -42,7 +42,7 @@ def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
 
 @pytest.mark.slow_cells("4")
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_every_gradient_is_held_between_parts(ranks: int) -> None:
+def test_every_gradient_is_alive_between_parts(ranks: int) -> None:
     """Those that no ranks sum, too: all of one rank's, those of weights that megatron splits."""
     with torch.device("meta"):
         model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
@@ -66,15 +66,31 @@ def test_sums_and_the_optimizer_come_once() -> None:
     assert optimizer[1].seconds == pytest.approx(optimizer[0].seconds)
 
 
-def test_what_is_gathered_is_gathered_in_every_part() -> None:
+def test_weights_are_gathered_and_summed_once_where_they_fit() -> None:
     one, four = planned("fsdp", 1), planned("fsdp", 4)
-    gathers = [sum(c.bytes for c in p.collectives if c.kind == "all_gather") for p in (one, four)]
-    scatters = [
-        sum(c.bytes for c in p.collectives if c.kind == "reduce_scatter") for p in (one, four)
-    ]
-    assert four.sums_once
-    assert gathers[1] == pytest.approx(4 * gathers[0], rel=1e-3)
-    assert scatters[1] == pytest.approx(scatters[0], rel=1e-3)
+    assert four.sums_once and four.gathers_once
+    for kind in ("all_gather", "reduce_scatter"):
+        sent = [sum(c.bytes for c in p.collectives if c.kind == kind) for p in (one, four)]
+        assert sent[1] == pytest.approx(sent[0], rel=1e-3)
+    step = four.timeline()
+    assert step.before is not None and step.times == 3
+    assert not [s for s in step.before.spans if s.kind in ("all_gather", "reduce_scatter")]
+    assert [s for s in step.spans if s.kind == "all_gather"]
+    assert autopar.Plan.from_json(four.to_json()).gathers_once
+
+
+def test_weights_that_have_no_room_are_gathered_in_every_part() -> None:
+    free = planned("fsdp", 4)
+    with torch.device("meta"):
+        model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
+        ids = torch.zeros(32, 128, dtype=torch.long)
+    limited = autopar.plan(
+        model, WORLD, (ids, ids), "fsdp", microbatches=4, smaller=False, recompute="full",
+        outputs="sharded",
+    )  # fmt: skip
+    assert limited.recompute and not limited.gathers_once
+    again = [sum(c.bytes for c in p.collectives if c.kind == "all_gather") for p in (free, limited)]
+    assert again[1] > 4 * again[0]
 
 
 @pytest.mark.slow

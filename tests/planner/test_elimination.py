@@ -175,7 +175,7 @@ def test_a_variable_of_one_value_may_be_tied_to_any_number_of_others() -> None:
 
 
 @pytest.mark.parametrize("shape", [(9,), (2, 3, 4), (60, 50, 70, 3), (512, 512, 2), (1 << 16,)])
-def test_blocks_add_up_to_the_whole_to_the_bit(shape: tuple[int, ...]) -> None:
+def test_blocks_add_up_to_the_full_model_to_the_bit(shape: tuple[int, ...]) -> None:
     """Ties too: the first of equal values is the best."""
     draw = np.random.default_rng(len(shape))
     sizes = [[n if draw.random() < 0.6 else 1 for n in shape] for _ in range(4)]

@@ -52,7 +52,7 @@ def test_without_large_tables_it_is_exact() -> None:
         assert near.cost == exact and near.bound == exact
 
 
-def test_equal_layers_that_are_held_alike_share_their_slices() -> None:
+def test_equal_layers_that_are_fixed_alike_share_their_slices() -> None:
     slices, costs = entangled.Slices(), np.arange(6.0).reshape(2, 3)
     first = slices.at(Table((0, 1), costs), {0}, [1, 0, 1])
     again = slices.at(Table((2, 5), costs), {2}, [1, 0, 1])

@@ -218,7 +218,7 @@ def test_grids(name: str, ranks: int, grid: Layouts) -> None:
     holds(name, ranks, grid)
 
 
-def test_hsdp_stores_whole_replicas_of_shards_and_splits_the_sequence() -> None:
+def test_hsdp_stores_replicas_of_shards_and_splits_the_sequence() -> None:
     for sequence, stream in ((True, "tensor→dim 1"), (False, "tensor→I")):
         plan = planned("gpt", 8, GridHSDP(2, 2, 2, sequence))
         up = plan.stored["p_blocks_0_up_weight"]
@@ -267,7 +267,7 @@ def test_fewer_heads_of_keys_than_ranks(ranks: int, layout: Layouts) -> None:
 
 
 # -- panels ----------------------------------------------------------------------------------------
-def test_panels_come_twice_where_gathers_are_kept() -> None:
+def test_panels_come_twice_where_gathers_are_saved() -> None:
     """With panels: every product is one, and what it takes in is sent again for the backward pass.
     Without: the same layouts, and gathers, whose results are kept.
     """

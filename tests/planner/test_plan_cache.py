@@ -65,7 +65,7 @@ def test_a_search_is_made_once(
     assert f"the plan is read from {path}, no search was made" in capsys.readouterr().err
 
 
-def test_without_a_folder_nothing_is_kept(
+def test_without_a_folder_nothing_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, searches: Searches
 ) -> None:
     monkeypatch.delenv("AUTOPAR_CACHE", raising=False)

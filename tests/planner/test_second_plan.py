@@ -108,7 +108,7 @@ def test_named_layouts_of_a_report_share_one_graph_of_factors(calls: Counter[str
     assert not calls.keys() & {"build", "block_looks", "dim_kinds", "annotate"}
 
 
-def test_what_is_kept_goes_with_the_tensors() -> None:
+def test_what_is_cached_goes_with_the_tensors() -> None:
     model, args, _ = models.mlp()
     plan = autopar.plan(model, WORLD, args, smaller=False)
     assert plan.context is not None

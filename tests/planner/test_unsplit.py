@@ -161,7 +161,7 @@ class Images(nn.Module):
 
 @pytest.mark.slow_cells("auto", "megatron")
 @pytest.mark.parametrize("layout", ["fsdp", "megatron", "auto"])
-def test_large_images_leave_nothing_whole(layout: str) -> None:
+def test_large_images_leave_nothing_unsharded(layout: str) -> None:
     with torch.device("meta"):
         model, inputs = Images(), (torch.empty(32, 3, 224, 224), torch.zeros(32, dtype=torch.long))
     plan = autopar.plan(model, 4, inputs, layout=layout, smaller=False)
@@ -179,7 +179,7 @@ def test_a_head_of_ten_classes_does_not_refuse_megatron_to_a_convolutional_net()
     assert report is not None
 
 
-class Product(nn.Module):
+class Einsum(nn.Module):
     """An einsum with its weight first or second."""
 
     def __init__(self, equation: str, first: bool) -> None:
@@ -195,7 +195,7 @@ class Product(nn.Module):
 
 @pytest.mark.parametrize(("equation", "first"), [("oi,bi->bo", True), ("bi,oi->bo", False)])
 def test_an_einsum_splits_its_batch_wherever_its_weight_stands(equation: str, first: bool) -> None:
-    model, inputs = Product(equation, first), (torch.randn(8, 8),)
+    model, inputs = Einsum(equation, first), (torch.randn(8, 8),)
     plan = autopar.plan(model, 4, inputs, layout="ddp", smaller=False)
     assert plan.choices["einsum"].splits == ("b",) and not plan.unsplit
     autopar.verify(model, 4, inputs, layout="megatron")

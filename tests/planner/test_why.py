@@ -83,7 +83,7 @@ def test_all_layers_at_once() -> None:
     assert shared
 
 
-def test_what_cannot_be_asked() -> None:
+def test_what_cannot_be_explained() -> None:
     model, args, _ = mlp()
     plan = autopar.plan(model, 2, args)
     with pytest.raises(autopar.PlanError, match=r"'nix' names no node .* subgraphs are up, "):

@@ -191,7 +191,7 @@ def inner() -> Facts:
     return facts
 
 
-def whole_step() -> Facts:
+def full_step() -> Facts:
     """All of a training step compiled: forward, the call of backward(), the optimizer."""
     torch.manual_seed(0)
     model, args, _ = models.mlp()
@@ -224,7 +224,7 @@ TASKS = {
     "dropped": dropped,
     "differing": differing,
     "inner": inner,
-    "whole step": whole_step,
+    "whole step": full_step,
 }
 
 

@@ -19,7 +19,7 @@ import autopar
 from on_ranks import Facts, everywhere, run_tasks
 
 LAYOUTS = ("ddp", "fsdp", "megatron")
-_WHOLE = StateDictOptions(full_state_dict=True)
+_FULL = StateDictOptions(full_state_dict=True)
 
 
 class Spectral(nn.Module):
@@ -51,7 +51,7 @@ def trained(model: nn.Module, inputs: tuple[Tensor], steps: int = 2) -> torch.op
     return optimizer
 
 
-def whole(model: nn.Module) -> Tensor:
+def gather(model: nn.Module) -> Tensor:
     parameter = model.get_parameter("modes").detach()
     return getattr(parameter, "full_tensor", lambda: parameter)()
 
@@ -65,7 +65,7 @@ def training() -> Facts:
     for layout in LAYOUTS:
         par = autopar.parallelize(copy.deepcopy(model), inputs=inputs, layout=layout)
         trained(par, inputs)
-        facts[layout] = max(everywhere(float((whole(par) - right.modes).abs().max())))
+        facts[layout] = max(everywhere(float((gather(par) - right.modes).abs().max())))
     return facts
 
 
@@ -78,17 +78,17 @@ def states() -> Facts:
         folder = Path(folders[0]) / f"{one} {other}"
         source = autopar.parallelize(copy.deepcopy(model), inputs=inputs, layout=one)
         optimizer = trained(source, inputs)
-        right = whole(source)
+        right = gather(source)
         autopar.Checkpoints(folder / "run", model=source, optimizer=optimizer).save(2)
         source.save_pretrained(folder / "weights")
-        state, full = source.state_dict(), get_model_state_dict(source, options=_WHOLE)
+        state, full = source.state_dict(), get_model_state_dict(source, options=_FULL)
         target = autopar.parallelize(copy.deepcopy(model), inputs=inputs, layout=other)
         second = trained(target, inputs, steps=0)
         ways = {
             "checkpoint": autopar.Checkpoints(folder / "run", model=target, optimizer=second).load,
             "state dict": lambda target=target, state=state: target.load_state_dict(state),
             "whole state dict": lambda target=target, full=full: set_model_state_dict(
-                target, full, options=_WHOLE
+                target, full, options=_FULL
             ),
             "pretrained": lambda target=target, folder=folder: target.load_weights(
                 folder / "weights"
@@ -99,7 +99,7 @@ def states() -> Facts:
             with torch.no_grad():
                 target.get_parameter("modes").zero_()
             load()
-            if not torch.equal(whole(target), right):
+            if not torch.equal(gather(target), right):
                 lost.append(name)
         moments = second.state[target.get_parameter("modes")]["exp_avg"].full_tensor()
         if not torch.equal(

@@ -81,8 +81,8 @@ def train(layout: Any) -> dict[str, Any]:
             assert all(isinstance(x, DTensor) and x.shape[0] == len(rows) for x in batch)
             read.append(len(data.read))
             data.read.clear()
-            whole = data.tokens[rows]
-            losses = [par(*batch), one(whole[:, :-1], whole[:, 1:])]
+            full_batch = data.tokens[rows]
+            losses = [par(*batch), one(full_batch[:, :-1], full_batch[:, 1:])]
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 optimizer.zero_grad()
                 loss.backward()
@@ -138,7 +138,7 @@ class Sentences(Tokens):
         tokens, targets = super().__getitem__(row)
         return tokens[: self.lengths[row]], targets[: self.lengths[row]]
 
-    def whole(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
+    def full_batch(self, rows: list[int], size: int) -> tuple[Tensor, Tensor]:
         """A batch as one device would pad it."""
         samples = [self[row] for row in rows]
         own = [F.pad(x, (0, size - len(x)), value=0) for x, _ in samples]
@@ -152,7 +152,7 @@ def in_buckets(layout: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     one, data = Model(), Sentences()
     par: Any = autopar.parallelize(
-        copy.deepcopy(one), inputs=data.whole(list(range(4)), 5), layout=layout
+        copy.deepcopy(one), inputs=data.full_batch(list(range(4)), 5), layout=layout
     )
     data.lengths[:8] = [2, 3] * 4
     loader = par.loader(data, buckets=(5, 3), lengths=data.lengths, pad=(0, -100), num_workers=1)
@@ -160,9 +160,9 @@ def in_buckets(layout: Any) -> dict[str, Any]:
     for number, batch in enumerate(loader):
         rows = list(range(4 * number, min(4 * number + 4, ROWS)))
         sizes.append(list(batch[0].shape))
-        whole = data.whole(rows, batch[0].shape[1])
-        assert all(torch.equal(x.full_tensor(), y) for x, y in zip(batch, whole, strict=True))
-        apart.append(float((par(*batch) - one(*whole)).abs().detach()))
+        full_batch = data.full_batch(rows, batch[0].shape[1])
+        assert all(torch.equal(x.full_tensor(), y) for x, y in zip(batch, full_batch, strict=True))
+        apart.append(float((par(*batch) - one(*full_batch)).abs().detach()))
     facts = {"apart": max(apart), "sizes": sizes}
     try:
         own = [dist.get_rank() + 1] * ROWS

@@ -78,7 +78,7 @@ def example(name: str) -> tuple[nn.Module, tuple[Tensor]]:
     return model, (torch.randn(1, WIDTH, dtype=torch.float64).expand(ROWS, -1).clone(),)
 
 
-def whole(x: Tensor) -> Tensor:
+def gather(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -91,7 +91,7 @@ def trained(par: Any, inputs: tuple[Tensor], steps: int = STEPS) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return [*losses, *(float(whole(p.detach()).sum()) for p in par.parameters())]
+    return [*losses, *(float(gather(p.detach()).sum()) for p in par.parameters())]
 
 
 def run(name: str, world: int | None, layout: Any = "auto", **more: Any) -> list[float]:

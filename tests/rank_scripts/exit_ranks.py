@@ -24,12 +24,12 @@ RANK, STORE, END = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 
 
 def main() -> None:
-    global held
+    global stored
     dist.init_process_group("gloo", init_method=f"file://{STORE}", rank=RANK, world_size=2)
     import torch._dynamo  # whose imports hold the open group
 
     device_mesh = process_groups.connect(mesh.Mesh.parse("x2"), "cpu")
-    held = DTensor.from_local(torch.ones(3), device_mesh, [Shard(0)])  # as a module's parameters
+    stored = DTensor.from_local(torch.ones(3), device_mesh, [Shard(0)])  # as a module's parameters
     group = _compat.process_group(mesh.group_name("x2", ["x"]))
     if RANK == 1:
         time.sleep(0.3)  # so that rank 0 lets go of the work before it is done
@@ -54,7 +54,7 @@ def end_without_threads() -> None:
         os._exit(3)
 
 
-held: DTensor
+stored: DTensor
 tensor = torch.ones(10)
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def a_sum_before_and_after(model: nn.Module) -> list[Tensor]:
 
 
 @habit
-def what_is_held_is_forgotten(model: nn.Module) -> list[Tensor]:
+def forget_deferred_gradients(model: nn.Module) -> list[Tensor]:
     optimizer = adamw(model)
     with hold_gradients(model):
         loss_of(model, 0).backward()
@@ -107,7 +107,7 @@ def a_last_batch_of_fewer_rows(model: nn.Module) -> list[Tensor]:
 
 
 @habit
-def a_step_on_what_is_held(model: nn.Module) -> list[Tensor]:
+def step_on_deferred_gradients(model: nn.Module) -> list[Tensor]:
     optimizer = adamw(model)
     with hold_gradients(model):
         loss_of(model, 0).backward()

@@ -46,12 +46,12 @@ def pair(shares: str = "", layout: str = "fsdp") -> tuple[Any, Any]:
     return autopar.parallelize(copy.deepcopy(net), inputs=(batch(),), layout=layout), net
 
 
-def whole(x: Tensor | None) -> Any:
+def gather(x: Tensor | None) -> Any:
     return None if x is None else (x.full_tensor() if hasattr(x, "full_tensor") else x).tolist()
 
 
 def gradients(model: nn.Module) -> list[Any]:
-    return [whole(p.grad) for p in model.parameters()]
+    return [gather(p.grad) for p in model.parameters()]
 
 
 def two_calls(model: nn.Module) -> list[Any]:
@@ -67,7 +67,7 @@ def two_calls(model: nn.Module) -> list[Any]:
     earlier.backward()
     found.append(gradients(model))
     asked = torch.autograd.grad(model(batch(6)), list(model.parameters()))
-    return [*found, [whole(x) for x in asked]]
+    return [*found, [gather(x) for x in asked]]
 
 
 def hooks(model: nn.Module) -> list[Any]:
@@ -75,7 +75,7 @@ def hooks(model: nn.Module) -> list[Any]:
     weight, seen = model.get_parameter("up.weight"), []
     handle = weight.register_hook(lambda g: g * 3)
     model(batch()).backward()
-    after = weight.register_post_accumulate_grad_hook(lambda p: seen.append(whole(p.grad)))
+    after = weight.register_post_accumulate_grad_hook(lambda p: seen.append(gather(p.grad)))
     handle.remove()
     model(batch(1)).backward()
     after.remove()
@@ -106,7 +106,7 @@ def others(model: nn.Module) -> list[Any]:
         model(batch()).backward()
         put = {n: (p.detach() * factor).requires_grad_() for n, p in model.named_parameters()}
         functional_call(model, put, (batch(1),)).backward()
-        found += [gradients(model), [whole(x.grad) for x in put.values()]]
+        found += [gradients(model), [gather(x.grad) for x in put.values()]]
     return found
 
 

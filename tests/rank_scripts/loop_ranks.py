@@ -76,7 +76,7 @@ def two_calls_before_a_backward(model: nn.Module) -> list[Tensor]:
 
 
 @habit
-def gradients_asked_for(model: nn.Module) -> list[Tensor]:
+def gradients_by_autograd(model: nn.Module) -> list[Tensor]:
     loss = loss_of(model)
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(loss, parameters)
@@ -108,7 +108,7 @@ def results_written_over(model: nn.Module) -> list[Tensor]:
 
 
 @habit
-def checkpointed_as_a_whole(model: nn.Module) -> list[Tensor]:
+def checkpointed_at_once(model: nn.Module) -> list[Tensor]:
     x, target = batch()
     loss = F.cross_entropy(checkpoint(model, x, use_reentrant=False), target)
     loss.backward()
@@ -185,7 +185,7 @@ def parameters_in_bfloat16(model: nn.Module) -> list[Tensor]:
 def cast(model: nn.Module) -> nn.Module:
     """The same model with parameters in bfloat16: of a parallel one, planned anew."""
     plain = Net()
-    plain.load_state_dict({n: whole(x) for n, x in model.state_dict().items()})
+    plain.load_state_dict({n: gather(x) for n, x in model.state_dict().items()})
     plain.bfloat16()
     if isinstance(model, autopar.ParallelModule):
         return autopar.parallelize(plain, inputs=(batch()[0].bfloat16(),), layout=sys.argv[2])
@@ -269,7 +269,7 @@ def parameters_frozen_later(model: nn.Module) -> list[Tensor]:
 
 
 # -- both ------------------------------------------------------------------------------------------
-def whole(x: Any) -> Tensor:
+def gather(x: Any) -> Tensor:
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().float().clone()
 
 
@@ -277,11 +277,11 @@ def results(run: Run, model: nn.Module, state: dict[str, Tensor]) -> dict[str, T
     """What a habit computes, and the parameters and gradients after it."""
     model.zero_grad()
     model.load_state_dict(state)
-    values = {str(n): whole(x) for n, x in enumerate(run(model))}
+    values = {str(n): gather(x) for n, x in enumerate(run(model))}
     for name, parameter in model.named_parameters():
-        values[name] = whole(parameter)
+        values[name] = gather(parameter)
         if parameter.grad is not None:
-            values[f"gradient of {name}"] = whole(parameter.grad)
+            values[f"gradient of {name}"] = gather(parameter.grad)
     return values
 
 

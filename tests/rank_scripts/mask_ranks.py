@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar.runtime.reference import double_by_default
 from autopar.runtime.verify import _SEED, _Rank
-from dropped import dropping
+from dropped import dropout_model
 from on_ranks import Facts, caught, everywhere, run_tasks
 from plans import subject
 from train_ranks import joined, together
@@ -30,7 +30,7 @@ class Loss(nn.Module):
 
 
 def example(name: str) -> tuple[nn.Module, tuple[Tensor]]:
-    inner, inputs = dropping(name)
+    inner, inputs = dropout_model(name)
     return Loss(inner), inputs
 
 

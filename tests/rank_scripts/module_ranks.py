@@ -26,12 +26,12 @@ from on_ranks import run_tasks
 Facts = dict[str, Any]
 
 
-def whole(x: Tensor) -> Tensor:
+def gather(x: Tensor) -> Tensor:
     return x.full_tensor() if hasattr(x, "full_tensor") else x  # type: ignore[no-any-return]
 
 
 def norms(model: nn.Module) -> float:
-    return sum(whole(p.detach()).double().norm().item() for p in model.parameters())
+    return sum(gather(p.detach()).double().norm().item() for p in model.parameters())
 
 
 def message(act: Callable[[], Any]) -> str:
@@ -300,7 +300,7 @@ def written() -> Facts:
                 with torch.no_grad():
                     write(model.get_parameter("w"))
                 with torch.no_grad():
-                    found.append([whole(model.get_parameter("w")).tolist(), model(x).item()])
+                    found.append([gather(model.get_parameter("w")).tolist(), model(x).item()])
             facts[f"{layout}: {name}"] = found
     return facts
 
@@ -425,7 +425,7 @@ def numbers() -> Facts:
             for model in (par, one):
                 model.zero_grad()
                 model(inputs(), beta=i / 7).backward()
-                gradient = whole(model.get_parameter("layer.weight").grad)
+                gradient = gather(model.get_parameter("layer.weight").grad)
                 found.append([model(inputs(), beta=i / 7).item(), gradient.norm().item()])
         for i in range(1, 3):
             for model in (par, one):
@@ -564,7 +564,7 @@ def complexes() -> Facts:
                 model(x).backward()
                 optimizer.step()
             w = model.get_parameter("w")
-            found.append([whole(w.detach()).abs().sum().item(), whole(w.grad).abs().sum().item()])
+            found.append([gather(w.detach()).abs().sum().item(), gather(w.grad).abs().sum().item()])
         facts[layout] = found
         par.load_state_dict(Spectral().state_dict())
         facts[f"{layout}: loaded"] = [norms_of(par), norms_of(Spectral())]
@@ -572,7 +572,7 @@ def complexes() -> Facts:
 
 
 def norms_of(model: nn.Module) -> float:
-    return sum(whole(p.detach()).abs().sum().item() for p in model.parameters())
+    return sum(gather(p.detach()).abs().sum().item() for p in model.parameters())
 
 
 def differ() -> Facts:

@@ -54,7 +54,7 @@ def batch(rows: int = BATCH, length: int = SEQUENCE) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def whole(x: Any) -> Any:
+def gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -72,13 +72,13 @@ def differences(par: Any, single: nn.Module) -> Iterator[tuple[str, float]]:
     for name, context, inputs in calls():
         with context:
             result, expected = par(*inputs), single(*inputs)
-            yield name, float((whole(result) - expected).abs().max())
+            yield name, float((gather(result) - expected).abs().max())
         if expected.requires_grad:
             par.zero_grad()
             result.backward()
             expected.backward()
             for parameter, trained in single.named_parameters():
-                gradient = whole(par.get_parameter(parameter).grad)
+                gradient = gather(par.get_parameter(parameter).grad)
                 yield f"{name}: {parameter}", float((gradient - trained.grad).abs().max())
 
 
@@ -97,7 +97,7 @@ def facts_of(layout: str) -> dict[str, Any]:
     for rows in (BATCH, 5, BATCH):
         train(par, optimizer, rows)
     one = copy.deepcopy(model)
-    one.load_state_dict({name: whole(value) for name, value in par.state_dict().items()})
+    one.load_state_dict({name: gather(value) for name, value in par.state_dict().items()})
     apart = dict(differences(par.eval(), one.eval()))
     stays = places == [parameter.to_local().data_ptr() for parameter in par.parameters()]
     train(par.train(), optimizer, BATCH)

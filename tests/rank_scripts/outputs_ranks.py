@@ -62,7 +62,7 @@ def within(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
 LOSSES: tuple[Callable[[dict[str, Tensor], Tensor], Tensor], ...] = (cross_entropy, of_all, within)
 
 
-def whole(x: Any) -> Any:
+def gather(x: Any) -> Any:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -71,16 +71,16 @@ def apart(par: Any, single: nn.Module, rows: int, loss: Callable[..., Tensor]) -
     ids, targets = batch(rows)
     par.zero_grad(), single.zero_grad()
     outputs, expected = par(ids), single(ids)
-    differences = [float((whole(outputs[n]) - expected[n]).abs().max()) for n in expected]
+    differences = [float((gather(outputs[n]) - expected[n]).abs().max()) for n in expected]
     found, right = loss(outputs, targets), loss(expected, targets)
-    differences.append(float((whole(found) - right).abs()))
+    differences.append(float((gather(found) - right).abs()))
     found.backward(), right.backward()
     for name, parameter in single.named_parameters():
         gradient = par.get_parameter(name).grad
         if parameter.grad is None:
-            assert gradient is None or not whole(gradient).any()
+            assert gradient is None or not gather(gradient).any()
         else:
-            differences.append(float((whole(gradient) - parameter.grad).abs().max()))
+            differences.append(float((gather(gradient) - parameter.grad).abs().max()))
     return max(differences)
 
 

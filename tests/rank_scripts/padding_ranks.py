@@ -19,14 +19,14 @@ from autopar.world import ranks
 from on_ranks import Facts, everywhere, run_tasks
 
 
-def whole(x: Tensor) -> Tensor:
+def gather(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Relative to the largest entry of each; all ranks gather each tensor."""
     errors = [
-        float((whole(actual[name]) - value).abs().max() / value.abs().max().clamp(min=1e-6))
+        float((gather(actual[name]) - value).abs().max() / value.abs().max().clamp(min=1e-6))
         for name, value in expected.items()
     ]
     return max(errors)
@@ -58,11 +58,11 @@ def train() -> Facts:
             each(**inputs).backward()
         facts["steps"].append(largest_error(gradients(par), gradients(model)))
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, par)]
-        facts["norm"] = abs(float(whole(norms[1])) / float(norms[0]) - 1)
+        facts["norm"] = abs(float(gather(norms[1])) / float(norms[0]) - 1)
         for optimizer in optimizers:
             optimizer.step()
     facts["parameters"] = largest_error(named(par), named(model))
-    state = {name: whole(x) for name, x in par.state_dict().items()}
+    state = {name: gather(x) for name, x in par.state_dict().items()}
     facts["state"] = largest_error(state, dict(model.state_dict()))
     folder = ranks.from_rank_0(tempfile.mkdtemp())
     par.save_pretrained(folder)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
-from backward_forms import recorded_forms
+from backward_forms import recorded_forms, recorded_forwards
 from on_ranks import run_everywhere
 
 GRIDS: dict[str, Any] = {"4d": autopar.Grid4D(z=2, data=2), "2.5d": autopar.Grid25D(q=2)}
@@ -84,11 +84,17 @@ def facts_of(name: str, count: int, turns: bool) -> dict[str, Any]:
         assert parallel.plan.interleaved
     else:
         parallel = autopar.parallelize(model, inputs=batch(0), layout=layout, microbatches=count)
-    with recorded_forms() as forms:
+    with recorded_forms() as forms, recorded_forwards() as forwards:
         pairs = list(zip(trained(parallel), trained(plain), strict=True))
     apart = max(float((a - b).norm() / (b.norm() + 1e-12)) for a, b in pairs)
     same = all(a.shape == b.shape for a, b in pairs)
-    return {"apart": apart, "same shapes": same, "forms": forms, "compared": len(pairs)}
+    return {
+        "apart": apart,
+        "same shapes": same,
+        "forms": forms,
+        "forwards": forwards,
+        "compared": len(pairs),
+    }
 
 
 def refusals(parallel: nn.Module) -> dict[str, str]:
@@ -119,14 +125,14 @@ def refusals(parallel: nn.Module) -> dict[str, str]:
 def dropped(rate: float) -> dict[str, Any]:
     """Whether parts with equal rows drop other elements, and a seed gives the same ones again."""
 
-    class Dropping(nn.Linear):
+    class RandomMask(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             y = F.dropout(super().forward(x), rate)
             return y.square().mean(), y
 
     torch.manual_seed(1)
     parallel = autopar.parallelize(
-        Dropping(8, 8), inputs=(torch.ones(8, 8),), layout="ddp", microbatches=2
+        RandomMask(8, 8), inputs=(torch.ones(8, 8),), layout="ddp", microbatches=2
     )
     results = []
     for _ in range(2):

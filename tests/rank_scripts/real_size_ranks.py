@@ -41,11 +41,11 @@ def against_one_device(task: str) -> Facts:
     del model
     planned = par.plan
 
-    def whole(name: str, value: Tensor) -> Tensor:
+    def gather(name: str, value: Tensor) -> Tensor:
         value = joined(value, par.layout(name))
         return value if first else torch.empty(0)
 
-    found = trained(par, inputs, whole, OPTIMIZER)
+    found = trained(par, inputs, gather, OPTIMIZER)
     losses = everywhere(float(found[0]))
     if single is None:
         return {}

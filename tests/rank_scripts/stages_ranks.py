@@ -33,7 +33,7 @@ TASKS: dict[str, tuple[Stages, int]] = {
 }
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -64,13 +64,13 @@ def parity(layout: Stages, parts: int) -> Facts:
         for name, parameter in par.named_parameters():
             gradient, other = parameter.grad, expected[name].grad
             assert gradient is not None and other is not None
-            errors[f"gradient {name}"] = apart(whole(gradient), other, 1e-6 * largest)
+            errors[f"gradient {name}"] = apart(gather(gradient), other, 1e-6 * largest)
         norms = par.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(one.parameters(), 0.1)
         errors[f"norm {step}"] = apart(norms[0], norms[1])
         ours.step()
         theirs.step()
     for name, parameter in par.named_parameters():
-        errors[f"parameter {name}"] = apart(whole(parameter), expected[name].detach())
+        errors[f"parameter {name}"] = apart(gather(parameter), expected[name].detach())
     with torch.no_grad():  # of the planned kind: every rank gets all rows
         pairs = zip(par(*inputs), one(*inputs), strict=True)
         errors["without gradients"] = max(apart(a, b) for a, b in pairs)
@@ -111,22 +111,22 @@ def around() -> Facts:
     facts: Facts = {
         "step": autopar.Checkpoints(folder / "run", model=other, optimizer=theirs).load()
     }
-    facts["loaded"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
+    facts["loaded"] = max(apart(gather(p), after[n]) for n, p in other.named_parameters())
     other(*inputs)[0].backward()
     theirs.step()
-    facts["goes on"] = max(apart(whole(p), second[n]) for n, p in other.named_parameters())
+    facts["goes on"] = max(apart(gather(p), second[n]) for n, p in other.named_parameters())
 
     one = autopar.parallelize(gpt(1)[0], None, inputs, layout="fsdp")
     adam = torch.optim.AdamW(groups(one), lr=1e-2)
     autopar.Checkpoints(folder / "run", model=one, optimizer=adam).load()
-    facts["without stages"] = max(apart(whole(p), after[n]) for n, p in one.named_parameters())
+    facts["without stages"] = max(apart(gather(p), after[n]) for n, p in one.named_parameters())
     one.load_weights(folder / "files")
-    facts["files"] = max(apart(whole(p), after[n]) for n, p in one.named_parameters())
+    facts["files"] = max(apart(gather(p), after[n]) for n, p in one.named_parameters())
     other.load_weights(folder / "files")
-    facts["files in stages"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
+    facts["files in stages"] = max(apart(gather(p), after[n]) for n, p in other.named_parameters())
 
     other.load_state_dict({**after, "head.weight": after["embed.weight"]})
-    facts["whole states"] = max(apart(whole(p), after[n]) for n, p in other.named_parameters())
+    facts["whole states"] = max(apart(gather(p), after[n]) for n, p in other.named_parameters())
     next(other.parameters()).requires_grad_(False)
     facts["frozen"] = caught(lambda: other(*inputs))
 
@@ -139,17 +139,17 @@ def around() -> Facts:
     torch.manual_seed(3)
     par.init_weights()
     expected = dict(drawn.named_parameters())
-    facts["first numbers"] = max(apart(whole(p), expected[n]) for n, p in par.named_parameters())
+    facts["first numbers"] = max(apart(gather(p), expected[n]) for n, p in par.named_parameters())
     facts["stats"] = par.stats() is None
     facts["refused"] = caught(lambda: require_parallel(par, "Trainer"))
     with par.no_sync():
         par(*inputs)[0].backward()
     par(*inputs)[0].backward()
-    once = {n: whole(p.grad) for n, p in par.named_parameters() if p.grad is not None}
+    once = {n: gather(p.grad) for n, p in par.named_parameters() if p.grad is not None}
     par.zero_grad()
     par(*inputs)[0].backward()
     facts["no_sync"] = max(
-        apart(once[n], 2 * whole(p.grad)) for n, p in par.named_parameters() if p.grad is not None
+        apart(once[n], 2 * gather(p.grad)) for n, p in par.named_parameters() if p.grad is not None
     )
     return facts
 

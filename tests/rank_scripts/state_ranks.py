@@ -64,10 +64,10 @@ def autocast() -> Facts:
     single, inputs = Net(), batch()
     expected = under_autocast(lambda: single(*inputs))
     expected.backward()
-    return {layout: beside(single, expected, layout, overlap) for layout, overlap in CASES}
+    return {layout: compare(single, expected, layout, overlap) for layout, overlap in CASES}
 
 
-def beside(single: nn.Module, expected: Tensor, layout: str, overlap: bool) -> Facts:
+def compare(single: nn.Module, expected: Tensor, layout: str, overlap: bool) -> Facts:
     inputs = batch()
     planned = autopar.parallelize(Net(), layout=layout, overlap=overlap)
     loss = under_autocast(lambda: planned(*inputs))
@@ -99,7 +99,7 @@ def step(par: nn.Module) -> None:
     par.zero_grad()
 
 
-CHANGES: dict[str, Callable[[Any, Any], None]] = {
+EDITS: dict[str, Callable[[Any, Any], None]] = {
     "parameters": lambda par, inputs: shift(par.parameters()),
     "optimizer": lambda par, inputs: step(par),
     "inputs": lambda par, inputs: shift(inputs),
@@ -118,7 +118,7 @@ def changed() -> Facts:
     for layout, overlap in CASES:
         par = parallel(layout, overlap)
         weights = {name: p.detach().clone() for name, p in par.named_parameters()}
-        for what, change in CHANGES.items():
+        for what, change in EDITS.items():
             for sharded in (False, True):
                 par.load_state_dict(weights)
                 par.zero_grad()

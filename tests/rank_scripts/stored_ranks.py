@@ -79,25 +79,25 @@ def _offered(mesh: Mesh) -> Iterator[tuple[str, Layout]]:
                             yield f"{on_mesh.shape} {on_mesh}".replace(".", " "), on_mesh
 
 
-def _whole(layout: Layout, seed: int) -> torch.Tensor:
+def _random_tensor(layout: Layout, seed: int) -> torch.Tensor:
     return torch.randn(layout.shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _stored(layout: Layout, whole: torch.Tensor, device_mesh: Any) -> DTensor:
-    local = layout.cut(whole, layout.mesh.coordinate(dist.get_rank()))
+def _stored(layout: Layout, unsharded: torch.Tensor, device_mesh: Any) -> DTensor:
+    local = layout.cut(unsharded, layout.mesh.coordinate(dist.get_rank()))
     return DTensor.from_local(
-        local, device_mesh, placements(layout), shape=whole.shape, stride=whole.stride()
+        local, device_mesh, placements(layout), shape=unsharded.shape, stride=unsharded.stride()
     )
 
 
 def _joined_and_cut(layouts: dict[str, Layout], device_mesh: Any) -> list[str]:
     wrong = []
     for seed, (name, layout) in enumerate(layouts.items()):
-        whole = _whole(layout, seed)
-        held = _stored(layout, whole, device_mesh)
-        if not same(held.full_tensor(), whole):
+        unsharded = _random_tensor(layout, seed)
+        held = _stored(layout, unsharded, device_mesh)
+        if not same(held.full_tensor(), unsharded):
             wrong.append(f"full_tensor of {name}")
-        cut = dist.tensor.distribute_tensor(whole, device_mesh, placements(layout))
+        cut = dist.tensor.distribute_tensor(unsharded, device_mesh, placements(layout))
         if not same(cut.to_local(), held.to_local()):
             wrong.append(f"distribute_tensor to {name}")
     return wrong
@@ -105,8 +105,10 @@ def _joined_and_cut(layouts: dict[str, Layout], device_mesh: Any) -> list[str]:
 
 def _saved_and_loaded(layouts: dict[str, Layout], device_mesh: Any, folder: Path) -> list[str]:
     """Each is loaded into the next layout of its shape."""
-    wholes = {name: _whole(layout, seed) for seed, (name, layout) in enumerate(layouts.items())}
-    state = {name: _stored(layouts[name], wholes[name], device_mesh) for name in layouts}
+    tensors = {
+        name: _random_tensor(layout, seed) for seed, (name, layout) in enumerate(layouts.items())
+    }
+    state = {name: _stored(layouts[name], tensors[name], device_mesh) for name in layouts}
     dcp.save(state, checkpoint_id=folder)
     wrong = []
     others: dict[str, Any] = {}
@@ -115,7 +117,7 @@ def _saved_and_loaded(layouts: dict[str, Layout], device_mesh: Any, folder: Path
         target = alike[(alike.index(layout) + 1) % len(alike)]
         others[name] = _stored(target, torch.zeros(layout.shape), device_mesh)
     dcp.load(others, checkpoint_id=folder)
-    wrong += [f"loaded {n}" for n, w in wholes.items() if not same(others[n].full_tensor(), w)]
+    wrong += [f"loaded {n}" for n, w in tensors.items() if not same(others[n].full_tensor(), w)]
     return wrong
 
 

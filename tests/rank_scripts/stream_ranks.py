@@ -55,7 +55,7 @@ def layouts() -> Facts:
     return {name: one_layout(name) for name in wanted}
 
 
-def recomputed() -> Facts:
+def recompute() -> Facts:
     return {"fsdp": one_layout("fsdp", recompute="gathers")}
 
 
@@ -74,4 +74,4 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     STREAMS.install()
     as_nccl()
-    run_tasks({"layouts": layouts, "recomputed": recomputed, "forgotten": forgotten})
+    run_tasks({"layouts": layouts, "recomputed": recompute, "forgotten": forgotten})

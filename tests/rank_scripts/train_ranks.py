@@ -49,8 +49,8 @@ STEPS = 3
 ADAM_W = partial(torch.optim.AdamW, lr=1e-3)
 
 
-def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
-    model, args, kwargs = getattr(models, name)(**changes)
+def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
+    model, args, kwargs = getattr(models, name)(**overrides)
     return model, args or kwargs
 
 
@@ -64,7 +64,7 @@ def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
 def trained(
     module: nn.Module,
     inputs: Any,
-    whole: Callable[[str, Tensor], Tensor],
+    gather: Callable[[str, Tensor], Tensor],
     optimizer_of: Callable[..., torch.optim.Optimizer] = ADAM_W,
 ) -> tuple[Tensor, Tensor, dict, dict]:
     """(first loss, first logits, first gradients, parameters after STEPS steps), all whole."""
@@ -76,10 +76,10 @@ def trained(
         loss.backward()
         if not first:
             grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-            gradients = {n: whole(n, grad) for n, grad in grads.items()}
+            gradients = {n: gather(n, grad) for n, grad in grads.items()}
             first = loss.detach().clone(), logits.detach(), gradients
         optimizer.step()
-    return *first, {n: whole(n, p.detach()) for n, p in module.named_parameters()}  # type: ignore[return-value]
+    return *first, {n: gather(n, p.detach()) for n, p in module.named_parameters()}  # type: ignore[return-value]
 
 
 def joined(value: Tensor, layout: Layout) -> Tensor:
@@ -87,8 +87,8 @@ def joined(value: Tensor, layout: Layout) -> Tensor:
     the graph are filled up, as its last ranks hold fewer rows.
     """
     assert isinstance(value, DTensor), type(value)
-    whole = layout.join(gathered(filled_up(value.to_local(), layout.local_shape)))
-    return whole[tuple(map(slice, value.shape))].clone()
+    gather = layout.join(gathered(filled_up(value.to_local(), layout.local_shape)))
+    return gather[tuple(map(slice, value.shape))].clone()
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

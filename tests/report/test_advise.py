@@ -156,7 +156,7 @@ def test_less_memory_shards_and_recomputes() -> None:
 
 
 @pytest.mark.slow
-def test_what_a_tool_holds_beside_the_plan_counts() -> None:
+def test_what_a_tool_stores_besides_the_plan_counts() -> None:
     model, inputs = model_and_tokens()
     megatron = TOOLS["megatron"]
     assert megatron.more_bytes(degrees_of(shard=16), 1000) == 4000

@@ -157,7 +157,7 @@ class Reader(HTMLParser):
             self.loaded.append(str(values.get("src") or values.get("href")))
 
 
-def test_the_page_is_whole_and_small(text: str) -> None:
+def test_the_page_is_complete_and_small(text: str) -> None:
     reader = Reader()
     reader.feed(text.replace(figures.bundle(), ""))
     assert not reader.loaded and len(text.encode()) < MOST_BYTES

@@ -72,7 +72,7 @@ def refused(facts: dict[str, Any]) -> None:
 
 
 # -- what is asked for -----------------------------------------------------------------------------
-def test_what_is_asked_for_is_compared(facts: dict[str, Any]) -> None:
+def test_what_is_requested_is_compared(facts: dict[str, Any]) -> None:
     facts = facts["requests"]
     assert len(set(facts["alike"])) == 1
     for name, seen in facts.items():

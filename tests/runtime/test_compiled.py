@@ -70,7 +70,7 @@ def test_named_layouts_pieces_and_dropout_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
+def test_ranks_that_differ_are_reported(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "differing", script="compiled_ranks.py")["differing"]
     for what, name in (("parameters", r"up\.weight"), ("inputs", "x")):
         assert len(facts[what]) == 2
@@ -85,7 +85,7 @@ def test_ranks_that_differ_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow_cells("4d", "auto", "fsdp", "megatron")
 @pytest.mark.parametrize("layout", ["auto", "ddp", "fsdp", "megatron", "4d"])
-def test_everything_stored_and_returned_is_whole(layout: str) -> None:
+def test_everything_stored_and_returned_is_unsharded(layout: str) -> None:
     model, args, _ = models.gpt()
     world, pipeline = autopar.World.of(4), PassManager()
     budget = Budget.of(world, "auto", "adamw", "none")
@@ -108,7 +108,7 @@ def test_alone_the_graph_runs_as_it_is() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_ranks_without_a_process_group_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_without_a_process_group_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     model, args, _ = models.mlp()
     with pytest.warns(UserWarning, match="2 ranks were started but no process group"):

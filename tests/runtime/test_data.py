@@ -51,7 +51,7 @@ def test_an_epoch_that_was_cut_off_goes_on_where_it_was(facts: dict[str, Any]) -
     assert "is of an order with seed 3, this one has 4" in found["order"]
 
 
-def test_sequences_are_padded_to_what_the_whole_batch_needs(facts: dict[str, Any]) -> None:
+def test_sequences_are_padded_to_what_the_full_batch_needs(facts: dict[str, Any]) -> None:
     found = facts["in buckets"]
     assert found["sizes"] == [[4, 3], [4, 3], [4, 5], [4, 5], [4, 5], [1, 3]]
     assert found["apart"] < 1e-5
@@ -87,9 +87,9 @@ def test_a_loop_that_is_left_starts_anew() -> None:
     assert loader.state_dict() == {"epoch": 1, "batch": 3, "seed": 0}
 
 
-def bucketed(rows: Any, **changes: Any) -> Any:
+def bucketed(rows: Any, **overrides: Any) -> Any:
     """The samples that a loader pads to 4 or 8."""
-    asked = {"buckets": (4, 8), "lengths": [3, 5], "pad": {"ids": 0}, **changes}
+    asked = {"buckets": (4, 8), "lengths": [3, 5], "pad": {"ids": 0}, **overrides}
     loader = alone().loader(rows, 1, collate_fn=lambda samples: samples[0], **asked)
     dataset, sampler = loader._loader.dataset, loader.sampler
     return [dataset[row] for (row,) in sampler]
@@ -103,7 +103,7 @@ def test_what_is_not_named_is_not_padded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("overrides", "message"),
     [
         ({"pad": None}, "padded sequences need pad too: give par.loader"),
         ({"buckets": None, "lengths": None}, "sequences need buckets and lengths too"),
@@ -116,9 +116,9 @@ def test_what_is_not_named_is_not_padded() -> None:
         ({"pad": (0, 0)}, r"pad is \(0, 0\) for a dict in row 0"),
     ],
 )
-def test_buckets_that_do_not_fit_the_rows(changes: dict[str, Any], message: str) -> None:
+def test_buckets_that_do_not_fit_the_rows(overrides: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        bucketed([{"ids": [1] * 3}, {"ids": [1] * 5}], **changes)
+        bucketed([{"ids": [1] * 3}, {"ids": [1] * 5}], **overrides)
 
 
 def test_a_tuple_is_padded_place_by_place() -> None:

@@ -73,7 +73,7 @@ CALLS: dict[str, Callable[[nn.Module, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_model_that_cannot_be_traced_is_told_its_own_line(call: str) -> None:
+def test_a_model_that_cannot_be_traced_is_refused_with_its_own_line(call: str) -> None:
     model = Branch()
     line = Path(__file__).read_text().splitlines().index(
         "        return y if y.sum() > 0 else -y  # the line to be named"
@@ -170,10 +170,10 @@ def test_grids_that_do_not_fit_the_world() -> None:
 # -- plans -----------------------------------------------------------------------------------------
 
 
-def saved(tmp_path: Path, **changes: Any) -> Path:
+def saved(tmp_path: Path, **overrides: Any) -> Path:
     path = tmp_path / "plan.json"
     autopar.plan(two_layers(), 1, (rows(),)).save(path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **overrides}))
     return path
 
 

@@ -89,7 +89,7 @@ def test_draws_and_derivatives_in_forward_are_drawn_often() -> None:
     assert set(IN_FORWARD) <= COUNTED["derivatives"] | COUNTED["draws"] <= set(TABLE)
 
 
-def test_every_case_has_one_of_the_kinds_that_are_asked_for() -> None:
+def test_every_case_has_one_of_the_kinds_that_are_requested() -> None:
     for seed in range(20):
         steps = {step.op for step in random_case(seed, only="force,noise").steps}
         assert any(op == "force" or op.startswith("noise") for op in steps)
@@ -126,7 +126,7 @@ def test_a_wrong_sum_is_found_by_both_comparisons() -> None:
     assert result.kind == "wrong" and "on rank 0 of mesh data2" in result.said
 
 
-def test_what_rounding_moves_in_the_module_itself_is_no_failure() -> None:
+def test_rounding_of_the_module_itself_is_no_failure() -> None:
     """A row of zeros, divided by its norm: a bias behind it has a gradient of 1e12 times terms that
     cancel. Any other value that is wrong is found all the same.
     """
@@ -220,7 +220,7 @@ def test_a_failure_is_shrunk_to_what_makes_it_fail_and_printed_as_it_runs() -> N
 
     small, result = shrunk(case, attempt(case), attempt, 60.0, False)
     assert [step.op for step in small.steps] == ["topk"] and result.kind == "wrong"
-    assert small.ranks == 2 and small.layout == "'ddp'" and not small.changes
+    assert small.ranks == 2 and small.layout == "'ddp'" and not small.module_edits
     small = dataclasses.replace(small, steps=Case.parse(FIXED[0]).steps, sizes=case.sizes)
     printed = report(
         1, dataclasses.replace(small, start=Case.parse(FIXED[0]).start), 1, result, False

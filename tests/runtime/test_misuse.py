@@ -113,7 +113,7 @@ def test_apply_wants_a_plan() -> None:
     assert "it is a plan" in said(lambda: autopar.plan(Net(), 1, (rows(),), layout=plan))
 
 
-def test_a_parallel_module_is_told_apart() -> None:
+def test_a_parallel_module_is_recognized() -> None:
     par = autopar.parallelize(Net(), 1, (rows(),))
     for wrong in (par, autopar.parallelize(Net(), 1)):
         for call in PLAIN.values():
@@ -200,7 +200,7 @@ def test_inputs_that_are_no_arguments_of_forward() -> None:
 
 
 # -- alone, cached, looked at ----------------------------------------------------------------------
-def test_one_rank_is_told_where_nothing_was_started() -> None:
+def test_one_rank_is_warned_where_nothing_was_started() -> None:
     with pytest.warns(UserWarning, match="the model runs on one rank: start with torchrun"):
         autopar.parallelize(Net(), inputs=(rows(),))
     with warnings.catch_warnings():
@@ -245,7 +245,7 @@ def test_packed_sequences_are_apart_where_the_model_takes_them_apart(options: An
     assert torch.allclose(par(**inputs).logits[:, 2:], alone) == ("use_cache" in options)
 
 
-def test_the_plan_of_a_parallel_module_can_be_asked(two_ranks: None) -> None:  # noqa: F811
+def test_the_plan_of_a_parallel_module_can_be_read(two_ranks: None) -> None:  # noqa: F811
     par = autopar.parallelize(Net(), 2, (rows(),), layout="ddp")
     assert par.plan.timeline().seconds > 0
     assert par.plan.why("up") is not None
@@ -257,13 +257,13 @@ def tiny() -> tuple[nn.Module, Any]:
     return Net(), (rows(), rows())
 
 
-def slow_world(path: Path, **changes: Any) -> str:
-    world = World((Level(4, 1.0, 1.0),), replace(World.of(1).device, **changes), "gloo")
+def slow_world(path: Path, **overrides: Any) -> str:
+    world = World((Level(4, 1.0, 1.0),), replace(World.of(1).device, **overrides), "gloo")
     world.save(path)
     return str(path)
 
 
-def test_a_step_of_hours_is_refused_unless_asked_for(tmp_path: Path) -> None:
+def test_a_step_of_hours_is_refused_without_anyway(tmp_path: Path) -> None:
     world = slow_world(tmp_path / "slow.json")
     saved = tmp_path / "plan.json"
     command = ["plan", "test_misuse:tiny", "--world", world, "--layout", "ddp"]
@@ -273,7 +273,7 @@ def test_a_step_of_hours_is_refused_unless_asked_for(tmp_path: Path) -> None:
     assert CliRunner().invoke(main.app, [*command, "--anyway"]).exit_code == 0
 
 
-def test_a_plan_that_does_not_fit_is_refused_unless_asked_for(tmp_path: Path) -> None:
+def test_a_plan_that_does_not_fit_is_refused_without_anyway(tmp_path: Path) -> None:
     world = slow_world(tmp_path / "small.json", memory_bytes=100.0)
     command = ["plan", "test_misuse:tiny", "--world", world, "--layout", "ddp", "--json"]
     result = CliRunner().invoke(main.app, command)

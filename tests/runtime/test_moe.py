@@ -36,7 +36,7 @@ def test_a_mixture_of_experts_is_right_on_four_ranks(name: str, layout: str) -> 
 
 
 @pytest.mark.slow
-def test_memory_of_recomputed_blocks_is_filled_too() -> None:
+def test_memory_of_checkpointed_blocks_is_filled_too() -> None:
     model, _, inputs = MOE["mixtral"]()
     autopar.verify(model, 2, inputs, layout="fsdp", recompute="full")
 
@@ -72,7 +72,7 @@ def test_experts_are_one_op_whose_weights_no_rank_gathers(planned: autopar.Plan)
     assert str(stored).endswith("expert:S(0)")
 
 
-def test_the_config_asks_for_what_it_asked_before() -> None:
+def test_the_config_asks_for_what_it_did_before() -> None:
     model, _, inputs = mixtral()
     before = model.config._experts_implementation
     plan = autopar.plan(model, 2, inputs, layout="fsdp")

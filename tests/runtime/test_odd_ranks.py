@@ -31,12 +31,12 @@ NAMES = (
 )  # fmt: skip
 
 
-def _whole(value: Any) -> Any:
+def _gather(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _leaves(tree: Any) -> list[Any]:
-    return [_whole(leaf) for leaf in pytree.tree_leaves(tree)]
+    return [_gather(leaf) for leaf in pytree.tree_leaves(tree)]
 
 
 def _fresh(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -54,7 +54,7 @@ def _trained(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     losses = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad and not o.dim()]
     if losses:
         losses[0].backward()
-    grads = {n: _whole(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+    grads = {n: _gather(p.grad) for n, p in module.named_parameters() if p.grad is not None}
     inputs = [x.grad for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return {
         "outputs": [o.detach() if isinstance(o, Tensor) else o for o in outputs],

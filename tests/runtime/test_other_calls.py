@@ -68,7 +68,7 @@ def test_a_rank_that_makes_another_call_alone_waits_for_nobody(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_nothing_of_the_original_is_kept(two_ranks: None) -> None:  # noqa: F811
+def test_nothing_of_the_original_stays(two_ranks: None) -> None:  # noqa: F811
     model = nn.Sequential(nn.Linear(24, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
     held = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
     whole = weakref.ref(model)
@@ -90,7 +90,7 @@ def test_what_python_cannot_copy_is_shared(two_ranks: None) -> None:  # noqa: F8
 
 
 @pytest.mark.slow
-def test_calls_are_told_apart() -> None:
+def test_calls_are_distinguished() -> None:
     x, y = torch.ones(2, 4), torch.ones(2, 4, requires_grad=True)
     par: Any = autopar.parallelize(Options4(), 1, (x,))
 

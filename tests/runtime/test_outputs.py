@@ -37,7 +37,9 @@ def test_an_output_that_the_backward_needs_is_not_written_over(facts: dict[str, 
             assert re.search("modified (by an )?in-?place", found["written"]), layout
 
 
-def test_outputs_stay_where_they_are_computed_where_that_is_asked(facts: dict[str, Any]) -> None:
+def test_outputs_stay_where_they_are_computed_on_request(
+    facts: dict[str, Any],
+) -> None:
     found = facts["sharded"]
     assert found["kinds"] == ["DTensor", "DTensor", "Tensor"]
     assert found["kinds of an odd batch"] == found["kinds"]  # the type hangs on no size

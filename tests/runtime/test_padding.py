@@ -75,7 +75,7 @@ def test_losses_that_sum_over_all_classes_leave_the_padding_out(kind: str) -> No
 
 
 @pytest.mark.slow
-def test_micro_batches_and_recomputed_blocks() -> None:
+def test_micro_batches_and_checkpointed_blocks() -> None:
     model, inputs = padded_models.gpt2()
     for options in ({"microbatches": 2}, {"recompute": "full"}):
         autopar.verify(model, 4, inputs, layout="megatron", **options)
@@ -101,7 +101,7 @@ class Words(nn.Module):
 @pytest.mark.parametrize("ranks", [4, 8])
 @pytest.mark.parametrize("layout", ["megatron", "auto"])
 @pytest.mark.parametrize("apart", [False, True], ids=["tied", "apart"])
-def test_a_vocabulary_of_50257_moves_what_50304_moves(ranks: int, layout: str, apart: bool) -> None:
+def test_a_vocabulary_of_50257_sends_what_50304_sends(ranks: int, layout: str, apart: bool) -> None:
     with torch.device("meta"):
         ids = torch.empty(8, 64, dtype=torch.int64)
         uneven, even = (

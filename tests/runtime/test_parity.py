@@ -35,11 +35,11 @@ _examples: dict[str, models.Example] = {}
 _traces: dict[int, Program] = {}
 
 
-def example(name: str, **changes: Any) -> tuple[nn.Module, Any]:
+def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
     """(model, inputs), one and the same for all tests of this process."""
-    key = f"{name} {changes}"
+    key = f"{name} {overrides}"
     if key not in _examples:
-        _examples[key] = getattr(models, name)(**changes)
+        _examples[key] = getattr(models, name)(**overrides)
     model, args, kwargs = _examples[key]
     return model, args or kwargs
 
@@ -59,8 +59,8 @@ def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace, "trace", traced)
 
 
-def holds(name: str, ranks: int, layout: str, **changes: Any) -> None:
-    model, inputs = example(name, **changes)
+def holds(name: str, ranks: int, layout: str, **overrides: Any) -> None:
+    model, inputs = example(name, **overrides)
     check = autopar.verify(model, ranks, inputs, layout=layout)
     assert check.ranks == ranks
     assert check.nodes > 0
@@ -128,7 +128,7 @@ def stored(plan: Plan) -> list[tuple[str, Layout]]:
 
 @pytest.mark.slow_cells("gpt2", "llama", "t5")
 @pytest.mark.parametrize("name", MODELS)
-def test_ddp_keeps_parameters_whole_and_splits_the_batch(name: str) -> None:
+def test_ddp_leaves_parameters_unsharded_and_splits_the_batch(name: str) -> None:
     model, inputs = example(name)
     plan = autopar.plan(model, 4, inputs, layout="ddp", outputs="sharded")
     assert str(plan.mesh) == "data4"

@@ -75,7 +75,7 @@ def known_of(subject: Subject) -> Reference:
         )
 
 
-def test_a_value_of_its_own_size_is_held_against_itself() -> None:
+def test_a_value_of_its_own_size_is_compared_with_itself() -> None:
     found = known_of(
         subject(simple(lambda m, x: m.down(m.up(x).relu()).square().mean()), (rows(),))
     )

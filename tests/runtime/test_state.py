@@ -68,7 +68,7 @@ def test_ranks_plan_for_another_autocast(facts: Any) -> None:
         assert found["with"] < 1e-3, (case, found)
 
 
-def test_what_changes_before_the_backward_is_refused_or_does_not_matter(facts: Any) -> None:
+def test_what_is_edited_before_the_backward_is_refused_or_does_not_matter(facts: Any) -> None:
     for case, found in facts["changed"].items():
         assert found["error"] < 1e-5, (case, found)
         if case.startswith(("parameters", "optimizer")):

@@ -47,6 +47,12 @@ def test_gradients_are_summed_across_ranks_once_a_step(facts: Any) -> None:
             assert found[task]["forms"] == [*["deferred"] * (runs - 1), "final"] * 3
 
 
+def test_weights_are_gathered_once_a_step(facts: Any) -> None:
+    for found in facts:
+        for task in found.keys() & {"fsdp:4", "2.5d:4", "megatron:4"}:
+            assert found[task]["forwards"] == ["gathering", *["reusing"] * 3] * 3
+
+
 @pytest.mark.slow
 def test_what_goes_on_besides_training(others: Any) -> None:
     for found in others:

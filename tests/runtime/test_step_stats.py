@@ -58,7 +58,7 @@ def test_a_copy_counts_its_own_steps() -> None:
     assert seen is not None and seen.steps == 2
 
 
-def test_figures_stand_beside_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_stand_next_to_the_planned_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     par, x = parallel()
     times = iter((0.0, 1.0, 2.0))
     monkeypatch.setattr(step_stats.time, "perf_counter", lambda: next(times))

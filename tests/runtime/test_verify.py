@@ -37,12 +37,12 @@ def normed() -> tuple[nn.Module, tuple[Tensor]]:
     return Simple(body, norm=nn.LayerNorm(48)), (sequences(),)
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, target: Any, **changes: Any) -> None:
+def broken(monkeypatch: pytest.MonkeyPatch, target: Any, **overrides: Any) -> None:
     """Changes fields of an op's rule."""
     build = TABLE[target]
 
     def lie(node: fx.Node) -> OpShardingRule:
-        return dataclasses.replace(build(node), **changes)
+        return dataclasses.replace(build(node), **overrides)
 
     monkeypatch.setitem(TABLE, target, lie)
 

@@ -49,7 +49,7 @@ def test_files_of_transformers_are_read_and_written(facts: dict[str, Any]) -> No
     assert "mlp.gate_proj.weight is (64, 32) there and (128, 32) here" in said["shape"]
 
 
-def test_no_rank_holds_the_whole(facts: dict[str, Any]) -> None:
+def test_no_rank_has_all_of_a_model(facts: dict[str, Any]) -> None:
     """Above its own parts a rank holds a module, a part, or a file, and 32 MiB of what the process
     and its allocator need; the other half of the model are 96 MiB.
     """

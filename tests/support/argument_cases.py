@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shards import Case, call, flags, real, whole_numbers
+from shards import Case, call, flags, integers, real
 
 aten = torch.ops.aten
 
 
 def bag(mode: int, *rest: Any, note: str) -> Case:
     """Three bags of a table's rows, some rows more than once."""
-    indices, offsets = whole_numbers(4, 9), torch.tensor([0, 2, 6])
+    indices, offsets = integers(4, 9), torch.tensor([0, 2, 6])
     return call(aten.embedding_bag.padding_idx, real(12, 6), indices, offsets,
                 *_bag(mode, *rest), note=note, reference=_first(mode, *rest))  # fmt: skip
 
@@ -35,13 +35,13 @@ def _first(*options: Any) -> Any:
 
 
 ARGUMENTS = [
-    call(aten.embedding.default, real(12, 6), whole_numbers(3, 4, 6), 2, True, note="by frequency"),
+    call(aten.embedding.default, real(12, 6), integers(3, 4, 6), 2, True, note="by frequency"),
     bag(0, note="sum"),
     bag(1, True, note="mean by frequency"),
     bag(0, False, False, 2, note="padding"),
     bag(0, False, True, note="last offset"),
     bag(2, note="max"),
-    call(aten.cross_entropy_loss.default, real(6, 12), whole_numbers(3, 6), None, 1, 2,
+    call(aten.cross_entropy_loss.default, real(6, 12), integers(3, 6), None, 1, 2,
          note="class ignored"),
     *(call(f, real(6, 12), dtype=torch.float32, note="float32")
       for f in (aten.ones_like.default, aten.zeros_like.default)),
@@ -89,7 +89,7 @@ ARGUMENTS = [
     call(aten.flatten.using_ints, real(4, 6, 12), 0, 1, note="outer"),
 ]  # fmt: skip
 
-MADE_AS = [
+CREATED_LIKE = [
     call(aten.arange.default, 12, dtype=torch.float64, note="float64"),
     call(aten.arange.start, 3, 15, dtype=torch.float64, note="float64"),
     call(aten.arange.start_step, 3, 27, 2, dtype=torch.float64, note="float64"),

@@ -1,4 +1,6 @@
-"""In which forms backwards run: reduced, deferred or final (runtime/deferred_backward.py)."""
+"""In which forms derived graphs run: backwards reduced, deferred or final
+(runtime/deferred_backward.py), forwards alone, gathering or reusing (runtime/reusing_forward.py).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 from autopar.runtime.deferred_backward import DeferredBackward
+from autopar.runtime.reusing_forward import ReusingForward
 
 
 @contextmanager
@@ -22,4 +25,21 @@ def recorded_forms() -> Iterator[list[str]]:
         return before(self, values, accumulator)
 
     with mock.patch.object(DeferredBackward, "run", run):
+        yield forms
+
+
+@contextmanager
+def recorded_forwards() -> Iterator[list[str]]:
+    """A list that grows by the form of every derived forward within the context."""
+    forms: list[str] = []
+    before = ReusingForward.run
+
+    def run(self: ReusingForward, values: list[Any], weights: Any) -> Any:
+        reuses = weights is not None and self.has_variants
+        forms.append(
+            "alone" if not reuses else "gathering" if weights.gathered is None else "reusing"
+        )
+        return before(self, values, weights)
+
+    with mock.patch.object(ReusingForward, "run", run):
         yield forms

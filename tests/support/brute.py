@@ -56,7 +56,7 @@ class Objective:
             and node.name in self.notes.searched
             and node.name in self.notes.specs
         ]
-        self.conversion = cache(self._conversion)
+        self.reshard = cache(self._reshard)
         self.value_seconds = cache(self._value_seconds)
 
     # -- nodes -------------------------------------------------------------------------------------
@@ -82,9 +82,7 @@ class Objective:
         return own + sum(cost.seconds for cost in inner_costs(found, self.mesh, self.world))
 
     # -- values ------------------------------------------------------------------------------------
-    def _conversion(
-        self, source: Layout, target: Layout, element_bytes: int, gradient: bool
-    ) -> float:
+    def _reshard(self, source: Layout, target: Layout, element_bytes: int, gradient: bool) -> float:
         element = Element(element_bytes, element_bytes * gradient)
         return path_seconds(reshard_steps(source, target), element, self.world)
 
@@ -111,9 +109,9 @@ class Objective:
         def cost(source: Layout, copy: Layout | None) -> float:
             starts = [source] if copy is None else [source, copy]
             total = optimizer_seconds(source, size, self.world) if stored else 0.0
-            total += 0.0 if copy is None else self.conversion(source, copy, size, gradient)
+            total += 0.0 if copy is None else self.reshard(source, copy, size, gradient)
             return total + sum(
-                min(self.conversion(s, t, size, gradient) for s in starts for t in use)
+                min(self.reshard(s, t, size, gradient) for s in starts for t in use)
                 for use in wanted
             )
 
@@ -225,11 +223,11 @@ class _Everything:
         for source in self.produced(value):
             own = optimizer_seconds(source, size, objective.world) if paid else 0.0
             for copy in (None, *self.copies[value]):
-                more = 0.0 if copy is None else objective.conversion(source, copy, size, gradient)
+                more = 0.0 if copy is None else objective.reshard(source, copy, size, gradient)
                 for targets in itertools.product(*self.wanted(value)):
-                    uses = [objective.conversion(source, t, size, gradient) for t in targets]
+                    uses = [objective.reshard(source, t, size, gradient) for t in targets]
                     if copy is not None:
-                        near = [objective.conversion(copy, t, size, gradient) for t in targets]
+                        near = [objective.reshard(copy, t, size, gradient) for t in targets]
                         if all(a >= b for a, b in zip(near, uses, strict=True)):
                             continue  # nobody takes it
                         uses = [min(pair) for pair in zip(near, uses, strict=True)]

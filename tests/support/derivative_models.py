@@ -121,8 +121,8 @@ class Tokens(nn.Module):
         return energy + derivative(energy, embedded).square().sum()
 
 
-Made = tuple[nn.Module, tuple[Tensor, ...]]
-MODELS: dict[str, Callable[[], Made]] = {
+ModelAndInputs = tuple[nn.Module, tuple[Tensor, ...]]
+MODELS: dict[str, Callable[[], ModelAndInputs]] = {
     "forces": lambda: (
         Differentiated(mlp(4, 16, 16, 1, act=nn.SiLU), forces),
         (torch.randn(8, 4), torch.randn(8), torch.randn(8, 4)),
@@ -154,7 +154,7 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
-def model_and_inputs(name: str) -> Made:
+def model_and_inputs(name: str) -> ModelAndInputs:
     """Return a model and its inputs, the same at every call."""
     torch.manual_seed(0)
     return MODELS[name]()

@@ -96,7 +96,7 @@ class Blocks(nn.Module):
         return y
 
 
-def dropping(name: str) -> tuple[nn.Module, tuple[Tensor]]:
+def dropout_model(name: str) -> tuple[nn.Module, tuple[Tensor]]:
     torch.manual_seed(0)
     model = Blocks() if name == "blocks" else Dropped(DROPPED[name])
     return model, (torch.randn(12, WIDTH),)

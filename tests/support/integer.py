@@ -25,7 +25,7 @@ from autopar.world import World
 from brute import Objective, _shared, _Uses
 
 Columns = list[int]
-Held = Mapping[Layout | None, Columns]  # by layout: the columns that say that a value has it
+ColumnsByLayout = Mapping[Layout | None, Columns]  # those that say that a value has the layout
 
 
 class Program01:
@@ -33,13 +33,13 @@ class Program01:
 
     def __init__(self) -> None:
         self.costs: list[float] = []
-        self.whole: list[bool] = []
+        self.integral: list[bool] = []
         self.rows: list[tuple[float, list[int], list[float]]] = []
 
-    def columns(self, costs: Iterable[float], whole: bool = False) -> Columns:
+    def columns(self, costs: Iterable[float], integral: bool = False) -> Columns:
         start = len(self.costs)
         self.costs.extend(costs)
-        self.whole.extend([whole] * (len(self.costs) - start))
+        self.integral.extend([integral] * (len(self.costs) - start))
         return list(range(start, len(self.costs)))
 
     def one_of(self, columns: Columns) -> None:
@@ -57,7 +57,7 @@ class Program01:
         solver.addVars(count, np.zeros(count), np.full(count, highspy.kHighsInf))
         every = np.arange(count, dtype=np.int32)
         solver.changeColsCost(count, every, scale * np.array(self.costs))
-        for column in np.flatnonzero(self.whole):
+        for column in np.flatnonzero(self.integral):
             solver.changeColIntegrality(int(column), highspy.HighsVarType.kInteger)
         starts = np.cumsum([0, *(len(columns) for _, columns, _ in self.rows)])
         sides = np.array([side for side, _, _ in self.rows])
@@ -76,12 +76,12 @@ def least(program: Program, mesh: Mesh, world: World) -> float:
     """The least modelled seconds of a step on one mesh without a constraint."""
     objective, found = Objective(program, mesh, world), Program01()
     uses, options = _Uses(objective).of, []
-    operands: list[dict[int, Held]] = []
-    made: dict[Value, Held] = {}
+    operands: list[dict[int, ColumnsByLayout]] = []
+    made: dict[Value, ColumnsByLayout] = {}
     for node in objective.nodes:
         rated = [(objective.node_seconds(node, s), s) for s in objective.strategies(node)]
         options.append(rated)
-        columns = found.columns((seconds for seconds, _ in rated), whole=True)
+        columns = found.columns((seconds for seconds, _ in rated), integral=True)
         found.one_of(columns)
         several = range(len(rated[0][1].operands))
         operands.append(
@@ -93,26 +93,26 @@ def least(program: Program, mesh: Mesh, world: World) -> float:
     for value, takers in uses.items():
         if value not in made:
             made[value] = _stored(objective, found, value)
-        wanted: list[Held] = []
+        wanted: list[ColumnsByLayout] = []
         for taker in takers:
             if isinstance(taker[0], int):
                 wanted.append(operands[taker[0]][taker[1]])  # type: ignore[index]
             else:
-                columns = found.columns([0.0] * len(taker), whole=True)
+                columns = found.columns([0.0] * len(taker), integral=True)
                 found.one_of(columns)
                 wanted.append(_by(columns, taker))
         _carry(objective, found, value, made[value], wanted, _shared(takers, options))
     return found.least()
 
 
-def _by(columns: Columns, layouts: Iterable[Any]) -> Held:
+def _by(columns: Columns, layouts: Iterable[Any]) -> ColumnsByLayout:
     held: dict[Layout | None, Columns] = defaultdict(list)
     for column, layout in zip(columns, layouts, strict=True):
         held[layout].append(column)
     return held
 
 
-def _stored(objective: Objective, solution: Program01, value: Value) -> Held:
+def _stored(objective: Objective, solution: Program01, value: Value) -> ColumnsByLayout:
     """A parameter, for which the optimizer pays, or an input as it is given."""
     node = objective.named[value[0]]
     layouts, size = objective.placed(node), results_of(node)[value[1]].dtype.itemsize
@@ -120,7 +120,7 @@ def _stored(objective: Objective, solution: Program01, value: Value) -> Held:
         layouts, seconds = layouts[:1], [0.0]
     else:
         seconds = [optimizer_seconds(layout, size, objective.world) for layout in layouts]
-    columns = solution.columns(seconds, whole=True)
+    columns = solution.columns(seconds, integral=True)
     solution.one_of(columns)
     return _by(columns, layouts)
 
@@ -129,8 +129,8 @@ def _carry(
     objective: Objective,
     solution: Program01,
     value: Value,
-    origin: Held,
-    wanted: list[Held],
+    origin: ColumnsByLayout,
+    wanted: list[ColumnsByLayout],
     shared: Iterable[Layout],
 ) -> None:
     """Bring a value from where it is made, or from one copy of it, to all of its uses."""
@@ -140,10 +140,10 @@ def _carry(
 
     def flow(sources: Iterable[Any], targets: Iterable[Any]) -> dict[tuple[Any, Any], int]:
         pairs = [(a, b) for a in sources for b in targets]
-        costs = (objective.conversion(a, b, size, gradient) for a, b in pairs)
+        costs = (objective.reshard(a, b, size, gradient) for a, b in pairs)
         return dict(zip(pairs, solution.columns(costs), strict=True))
 
-    def at_most(flows: Mapping[tuple[Any, Any], int], layouts: Held) -> None:
+    def at_most(flows: Mapping[tuple[Any, Any], int], layouts: ColumnsByLayout) -> None:
         """No more leaves a layout than is there."""
         leaving: dict[Any, Columns] = defaultdict(list)
         for (source, _), column in flows.items():
@@ -151,9 +151,9 @@ def _carry(
         for source, columns in leaving.items():
             solution.equal([*columns, *solution.columns([0.0])], layouts[source])
 
-    copies: Held = {}
+    copies: ColumnsByLayout = {}
     if copied := list(shared):
-        columns = solution.columns([0.0] * (1 + len(copied)), whole=True)  # the first is no copy
+        columns = solution.columns([0.0] * (1 + len(copied)), integral=True)  # the first is no copy
         solution.one_of(columns)
         copies = _by(columns[1:], copied)
         making = flow(origin, copies)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shards import Case, call, flags, real, whole_numbers
+from shards import Case, call, flags, integers, real
 
 aten = torch.ops.aten
 REDUCTIONS = (0, 1, 2)  # none, mean, sum
@@ -27,7 +27,7 @@ def signs(*shape: int) -> Tensor:
 
 def tokens(shape: tuple[int, ...], ignored: int = -100) -> Tensor:
     """Class indices of tokens with unequal numbers of ignored ones on the shards."""
-    target = whole_numbers(shape[min(1, len(shape) - 1)], *shape[:1], *shape[2:])
+    target = integers(shape[min(1, len(shape) - 1)], *shape[:1], *shape[2:])
     target.view(-1)[1:4] = ignored
     return target
 
@@ -41,8 +41,8 @@ ROW_CASES = [
     *every(aten.triplet_margin_loss.default, A, B, real(6, 12).roll(1)),
     *every(aten.triplet_margin_loss.default, real(2, 6, 4), real(2, 6, 4).flip(0),
            real(2, 6, 4).roll(1), 2.0, 1.0, 0.1, True, note="swap"),
-    *every(aten.multilabel_margin_loss.default, A, whole_numbers(12, 6, 12)),
-    call(aten.multilabel_margin_loss.default, real(12), whole_numbers(12, 12), note="one row"),
+    *every(aten.multilabel_margin_loss.default, A, integers(12, 6, 12)),
+    call(aten.multilabel_margin_loss.default, real(12), integers(12, 12), note="one row"),
 ]  # fmt: skip
 ENTRY_CASES = [
     *every(aten.binary_cross_entropy.default, PROBABILITY, B.detach().sigmoid()),
@@ -71,7 +71,7 @@ TOKEN_CASES = [
     *every(aten.nll_loss_nd.default, real(4, 12, 6), tokens((4, 12, 6)), note="three dims"),
     *every(aten.nll_loss_nd.default, real(2, 5, 3, 4), tokens((2, 5, 3, 4)),
            real(5, low=0.1).detach(), note="four dims"),
-    call(aten.nll_loss_nd.default, real(12), whole_numbers(12), note="one token"),
+    call(aten.nll_loss_nd.default, real(12), integers(12), note="one token"),
     *every(aten.cross_entropy_loss.default, A, B.detach().softmax(1), note="probabilities"),
     *every(aten.cross_entropy_loss.default, real(4, 5, 6), real(4, 5, 6).flip(0).softmax(1),
            real(5, low=0.1).detach(), label_smoothing=0.1, note="weighted probabilities"),
@@ -80,7 +80,7 @@ CTC = torch.ops.autopar.ctc_loss.default
 LENGTHS = torch.tensor([9, 7, 9, 8, 3, 9]), torch.tensor([3, 0, 4, 2, 3, 1])
 CTC_CASES = [
     call(CTC, real(9, 6, 5).log_softmax(2).detach().requires_grad_(),
-         whole_numbers(4, 6, 4) + 1, *LENGTHS, 0, False),
+         integers(4, 6, 4) + 1, *LENGTHS, 0, False),
     # the fifth sample has fewer steps than it needs, so that its loss is infinite
     call(CTC, real(9, 6, 5).log_softmax(2).detach().requires_grad_(),
          torch.full((6, 4), 3), *LENGTHS, 2, True, note="infinite"),

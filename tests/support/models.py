@@ -153,51 +153,51 @@ def decoder_inputs() -> dict[str, Any]:
     return {"input_ids": ids, "labels": ignore_some(ids)}
 
 
-def llama(**changes: Any) -> Example:
+def llama(**overrides: Any) -> Example:
     from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**{**decoder_config(), **changes})
+    config = LlamaConfig(**{**decoder_config(), **overrides})
     return LlamaForCausalLM(config).train(), (), decoder_inputs()
 
 
-def qwen3(**changes: Any) -> Example:
+def qwen3(**overrides: Any) -> Example:
     from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
     from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(**{**decoder_config(), **changes})
+    config = Qwen3Config(**{**decoder_config(), **overrides})
     return Qwen3ForCausalLM(config).train(), (), decoder_inputs()
 
 
-def gemma2(**changes: Any) -> Example:
+def gemma2(**overrides: Any) -> Example:
     from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
     from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
 
     torch.manual_seed(0)
     window = {"sliding_window": SEQUENCE // 2, "query_pre_attn_scalar": HIDDEN // HEADS}
-    config = Gemma2Config(**{**decoder_config(), **window, **changes})
+    config = Gemma2Config(**{**decoder_config(), **window, **overrides})
     return Gemma2ForCausalLM(config).train(), (), decoder_inputs()
 
 
-def gemma3(**changes: Any) -> Example:
+def gemma3(**overrides: Any) -> Example:
     from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig
     from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
 
     torch.manual_seed(0)
     layers = ["sliding_attention", "full_attention"]
     window = {"sliding_window": SEQUENCE // 2, "layer_types": layers, "head_dim": HIDDEN // HEADS}
-    config = Gemma3TextConfig(**{**decoder_config(), **window, **changes})
+    config = Gemma3TextConfig(**{**decoder_config(), **window, **overrides})
     return Gemma3ForCausalLM(config).train(), (), decoder_inputs()
 
 
-def mistral(**changes: Any) -> Example:
+def mistral(**overrides: Any) -> Example:
     from transformers.models.mistral.configuration_mistral import MistralConfig
     from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 
     torch.manual_seed(0)
-    config = MistralConfig(**{**decoder_config(), "sliding_window": SEQUENCE // 2, **changes})
+    config = MistralConfig(**{**decoder_config(), "sliding_window": SEQUENCE // 2, **overrides})
     return MistralForCausalLM(config).train(), (), decoder_inputs()
 
 

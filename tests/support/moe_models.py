@@ -14,7 +14,7 @@ BATCH, SEQUENCE, VOCABULARY, HIDDEN, HEADS, EXPERTS = 8, 8, 64, 32, 4, 4
 CAPACITY = 4  # tokens of a group that an expert takes, at most
 
 
-def moe_config(**changes: Any) -> dict[str, Any]:
+def moe_config(**overrides: Any) -> dict[str, Any]:
     """What those of transformers have in common: four experts, two of which a token goes to."""
     return {
         "vocab_size": VOCABULARY,
@@ -27,7 +27,7 @@ def moe_config(**changes: Any) -> dict[str, Any]:
         "max_position_embeddings": 4 * SEQUENCE,
         "use_cache": False,
         "tie_word_embeddings": False,
-        **changes,
+        **overrides,
     }
 
 
@@ -41,8 +41,8 @@ def mixtral(layers: int = 1) -> Example:
     from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 
     torch.manual_seed(0)
-    changes = {"head_dim": 8, "num_local_experts": EXPERTS, "num_hidden_layers": layers}
-    config = MixtralConfig(**moe_config(**changes))
+    overrides = {"head_dim": 8, "num_local_experts": EXPERTS, "num_hidden_layers": layers}
+    config = MixtralConfig(**moe_config(**overrides))
     return MixtralForCausalLM(config).train(), (), inputs()
 
 
@@ -51,8 +51,8 @@ def qwen3_moe() -> Example:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    changes = {"head_dim": 8, "num_experts": EXPERTS, "moe_intermediate_size": HIDDEN}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**moe_config(**changes))).train(), (), inputs()
+    overrides = {"head_dim": 8, "num_experts": EXPERTS, "moe_intermediate_size": HIDDEN}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**moe_config(**overrides))).train(), (), inputs()
 
 
 def olmoe() -> Example:
@@ -61,8 +61,8 @@ def olmoe() -> Example:
     from transformers.models.olmoe.modeling_olmoe import OlmoeForCausalLM
 
     torch.manual_seed(0)
-    changes = {"num_experts": EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.1}
-    return OlmoeForCausalLM(OlmoeConfig(**moe_config(**changes))).train(), (), inputs()
+    overrides = {"num_experts": EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+    return OlmoeForCausalLM(OlmoeConfig(**moe_config(**overrides))).train(), (), inputs()
 
 
 def gpt_oss() -> Example:
@@ -70,8 +70,8 @@ def gpt_oss() -> Example:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 
     torch.manual_seed(0)
-    changes = {"head_dim": 8, "num_local_experts": EXPERTS, "sliding_window": SEQUENCE // 2}
-    return GptOssForCausalLM(GptOssConfig(**moe_config(**changes))).train(), (), inputs()
+    overrides = {"head_dim": 8, "num_local_experts": EXPERTS, "sliding_window": SEQUENCE // 2}
+    return GptOssForCausalLM(GptOssConfig(**moe_config(**overrides))).train(), (), inputs()
 
 
 def deepseek_v3() -> Example:

@@ -238,7 +238,7 @@ def offset_seed(node: fx.Node) -> bool:
     return True
 
 
-CHANGES: dict[Any, tuple[Mutation, ...]] = {
+MUTATIONS: dict[Any, tuple[Mutation, ...]] = {
     c.all_reduce: (dropped, one_axis_forgotten, another_axis, another_state),
     c.replicate: (dropped, one_axis_forgotten, another_axis),
     c.all_gather: (another_dim, another_digit, another_place, another_state),
@@ -265,7 +265,7 @@ def applicable(program: Program, target: Any = None) -> Iterator[tuple[str, Muta
     is given.
     """
     for node in program.module.graph.nodes:
-        for mutation in CHANGES.get(node.target, ()) if target in (None, node.target) else ():
+        for mutation in MUTATIONS.get(node.target, ()) if target in (None, node.target) else ():
             if broken(program, node.name, mutation) is not None:
                 yield node.name, mutation
 

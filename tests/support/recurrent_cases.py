@@ -20,12 +20,12 @@ def layer(
     layers: int = 1,
     *,
     biases: bool = True,
-    both_ways: bool = False,
+    bidirectional: bool = False,
     samples_first: bool = False,
     projected: int = 0,
 ) -> tuple[Any, ...]:
     """The arguments of aten's op for a layer of this kind."""
-    directions, gates = 1 + both_ways, _GATES[kind] * HIDDEN
+    directions, gates = 1 + bidirectional, _GATES[kind] * HIDDEN
     out = projected or HIDDEN
 
     def states(width: int) -> Tensor:
@@ -41,15 +41,15 @@ def layer(
     sizes = (SAMPLES, STEPS) if samples_first else (STEPS, SAMPLES)
     x = real(*sizes, FEATURES)
     hx: Any = [states(out), states(HIDDEN)] if kind == "lstm" else states(HIDDEN)
-    return x, hx, weights, biases, layers, 0.0, False, both_ways, samples_first
+    return x, hx, weights, biases, layers, 0.0, False, bidirectional, samples_first
 
 
 RECURRENT: list[Case] = [
     call(aten.lstm.input, *layer("lstm", samples_first=True)),
-    call(aten.lstm.input, *layer("lstm", 2, both_ways=True), note="two layers both ways"),
+    call(aten.lstm.input, *layer("lstm", 2, bidirectional=True), note="two layers both ways"),
     call(aten.lstm.input, *layer("lstm", projected=1, biases=False), note="projected"),
     call(aten.gru.input, *layer("gru", samples_first=True)),
     call(aten.gru.input, *layer("gru", 2), note="two layers"),
     call(aten.rnn_tanh.input, *layer("rnn_tanh")),
-    call(aten.rnn_relu.input, *layer("rnn_relu", both_ways=True)),
+    call(aten.rnn_relu.input, *layer("rnn_relu", bidirectional=True)),
 ]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from argument_cases import ARGUMENTS, MADE_AS
+from argument_cases import ARGUMENTS, CREATED_LIKE
 from autopar.ops import sharded
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 from expert_cases import EXPERT_LAYERS
 from index_cases import ALONG, INDEX_DIGITS, INDEXED, OTHER_PRODUCTS
 from loss_cases import LOSS_CASES, LOSS_DIGITS
 from recurrent_cases import RECURRENT
-from shards import SEED, Case, call, flags, real, whole_numbers
+from shards import SEED, Case, call, flags, integers, real
 from window_cases import GROUPS, WINDOW_DIGITS, WINDOWS
 
 aten = torch.ops.aten
@@ -60,8 +60,8 @@ def masked(
 ) -> Case:
     """Attention of a batch of 4 under a description: segments, and the padding of keys."""
     queries, keys = sizes
-    vectors = [whole_numbers(3, 4, queries), torch.ones(1, queries, dtype=torch.bool)]
-    others = [whole_numbers(3, 4, keys), flags(4, keys)]
+    vectors = [integers(3, 4, queries), torch.ones(1, queries, dtype=torch.bool)]
+    others = [integers(3, 4, keys), flags(4, keys)]
     operands = real(4, heads[0], queries, 3), real(4, heads[1], keys, 3), real(4, heads[1], keys, 5)
     compare = " ".join(["ge", "eq"][:pairs])
     description = (vectors[:pairs], others[:pairs], compare)
@@ -70,7 +70,7 @@ def masked(
 
 def cross_entropy(logits: tuple[int, ...], *rest: Any, note: str) -> Case:
     shape = (*logits[:1], *logits[2:]) if len(logits) > 1 else ()
-    target = whole_numbers(logits[min(1, len(logits) - 1)], *shape)
+    target = integers(logits[min(1, len(logits) - 1)], *shape)
     if shape:
         target.view(-1)[1:4] = -100  # ignored: unequal numbers of them on the shards
     return call(aten.cross_entropy_loss.default, real(*logits), target, *rest, note=note)
@@ -113,8 +113,8 @@ PRODUCTS = [
     call(aten.conv3d.default, real(2, 6, 3, 3, 3), real(6, 6, 2, 2, 2), real(6)),
 ]
 NORMS = [
-    call(aten.embedding.default, real(12, 6), whole_numbers(12, 4, 6)),
-    call(aten.embedding.default, real(12, 6), whole_numbers(12, 4, 6), 3, note="padding"),
+    call(aten.embedding.default, real(12, 6), integers(12, 4, 6)),
+    call(aten.embedding.default, real(12, 6), integers(12, 4, 6), 3, note="padding"),
     call(aten.layer_norm.default, real(4, 6, 12), [12], real(12), real(12)),
     call(aten.layer_norm.default, real(4, 6, 12), [12], note="plain"),
     call(
@@ -199,7 +199,7 @@ POINTWISE = [
     *same(aten.clamp.default, args=(-0.5, 0.5)),
     *same(aten._to_copy.default, dtype=torch.float32),
     *same(aten.to.dtype, args=(torch.float32,)),
-    call(aten._to_copy.default, whole_numbers(9, 6, 12), dtype=torch.float64, note="from integers"),
+    call(aten._to_copy.default, integers(9, 6, 12), dtype=torch.float64, note="from integers"),
     call(aten.dropout.default, real(6, 12), 0.4, False),
     call(aten.dropout.default, real(6, 12), 0.4, True, note="train", reference=dropped),
     *(
@@ -220,14 +220,14 @@ POINTWISE = [
     ),
     call(aten.add.Tensor, real(6, 12), real(6, 12), alpha=2),
     call(aten.add.Tensor, real(6, 12), 2.0, note="number"),
-    call(aten.add.Tensor, real(6, 12), whole_numbers(5, 12), note="integers"),
+    call(aten.add.Tensor, real(6, 12), integers(5, 12), note="integers"),
     call(aten.mul.Tensor, real(6, 12), real(6, 12)),
     call(aten.mul.Tensor, real(6, 12), flags(6, 12), note="flags"),
-    call(aten.mul.Tensor, whole_numbers(5, 6, 12), real(12), note="integers first"),
-    call(aten.div.Tensor, real(6, 12), whole_numbers(3, 1, 12) + 1, note="integers"),
+    call(aten.mul.Tensor, integers(5, 6, 12), real(12), note="integers first"),
+    call(aten.div.Tensor, real(6, 12), integers(3, 1, 12) + 1, note="integers"),
     call(aten.div.Tensor_mode, real(6, 12), real(12, low=0.1), rounding_mode="floor"),
     call(aten.pow.Tensor_Tensor, real(6, 12, low=0.1), real(12)),
-    call(aten.eq.Tensor, whole_numbers(3, 6, 1), whole_numbers(3, 12)),
+    call(aten.eq.Tensor, integers(3, 6, 1), integers(3, 12)),
     call(aten.lt.Tensor, real(6, 12), real(12)),
     call(aten.logical_and.default, flags(6, 12), flags(12)),
     call(aten.bitwise_and.Tensor, flags(6, 1), flags(12)),
@@ -242,7 +242,7 @@ POINTWISE = [
     call(aten.masked_fill.Scalar, real(6, 12), flags(12), 0, note="zero"),
     call(aten.masked_fill.Tensor, real(6, 12), flags(6, 1), real()),
     call(aten.where.self, flags(6, 1), real(6, 12), real(12)),
-    call(aten.where.self, flags(6, 12), real(6, 12), whole_numbers(4, 12), note="integers"),
+    call(aten.where.self, flags(6, 12), real(6, 12), integers(4, 12), note="integers"),
     call(aten.where.ScalarOther, flags(6, 12), real(6, 12), 0.0),
     call(aten.where.ScalarSelf, flags(6, 12), 1.0, real(6, 12)),
     call(aten.where.Scalar, flags(6, 12), 1.0, 0.0),
@@ -289,7 +289,7 @@ PIECES = [
     call(aten.slice.Tensor, real(12, 6), 0, None, 6, note="no start"),
     call(aten.cat.default, [real(6, 12), real(6, 12)], 1),
     call(aten.cat.default, [real(6, 12), real(6, 6)], -1, note="uneven"),
-    call(aten.cat.default, [real(6, 12), whole_numbers(5, 6, 12)], note="integers"),
+    call(aten.cat.default, [real(6, 12), integers(5, 6, 12)], note="integers"),
     call(aten.stack.default, [real(6, 12), real(6, 12)], -1),
     call(aten.select.int, real(6, 12), 1, 5),
     call(aten.unbind.int, real(3, 6, 12)),
@@ -300,9 +300,9 @@ PIECES = [
     call(aten.pad.default, real(6, 4, 12), [1, 2], "reflect", note="reflect"),
 ]
 REDUCTIONS = [
-    call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, 0, 3),
-    call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, note="no bounds"),
-    call(aten.histc.default, whole_numbers(4, 6, 12).double(), 4, 1, 3, note="from one"),
+    call(aten.histc.default, integers(4, 6, 12).double(), 4, 0, 3),
+    call(aten.histc.default, integers(4, 6, 12).double(), 4, note="no bounds"),
+    call(aten.histc.default, integers(4, 6, 12).double(), 4, 1, 3, note="from one"),
     *(
         call(f, real(6, 12, 4), [1])
         for f in (aten.sum.dim_IntList, aten.mean.dim, aten.logsumexp.default)
@@ -313,7 +313,7 @@ REDUCTIONS = [
     ),
     *(call(f, real(6, 12)) for f in (aten.sum.default, aten.mean.default, aten.argmax.default)),
     call(aten.sum.dim_IntList, real(6, 12), None, note="all"),
-    call(aten.sum.dim_IntList, whole_numbers(5, 6, 12), [1], note="integers"),
+    call(aten.sum.dim_IntList, integers(5, 6, 12), [1], note="integers"),
     call(aten.sum.dim_IntList, flags(6, 12), [1], note="flags"),
     call(aten.sum.default, real(), note="scalar"),
     call(aten.mean.dim, real(6, 12), [1], dtype=torch.float32, note="float32"),
@@ -365,8 +365,8 @@ ATTENTION = [
     masked(12, 6, heads=(12, 6), pairs=2, band=(None, None), note="grouped"),
     call(
         BLOCK_MASK,
-        [whole_numbers(3, 4, 12)],
-        [whole_numbers(3, 1, 6)],
+        [integers(3, 4, 12)],
+        [integers(3, 1, 6)],
         "eq",
         None,
         0,
@@ -449,12 +449,12 @@ GENERATED = [
     call(aten.empty.memory_format, [6, 0]),
     call(aten.eye.default, 6),
     call(aten.tril.default, flags(6, 12)),
-    *MADE_AS,
+    *CREATED_LIKE,
 ]
 
 # For meshes of three axes, all on one dim.
 DIGITS = [
-    call(aten.embedding.default, real(12, 2), whole_numbers(12, 5)),
+    call(aten.embedding.default, real(12, 2), integers(12, 5)),
     cross_entropy((4, 12), real(12, low=0.1).detach(), 1, -100, 0.1, note="weighted mean"),
     cross_entropy((12, 4), note="tokens"),
     call(aten.layer_norm.default, real(4, 12), [12], real(12), real(12)),

@@ -63,13 +63,13 @@ def real(*shape: int, low: float = 0.0) -> Tensor:
     return (numbers.abs() + low if low else numbers).requires_grad_()
 
 
-def whole_numbers(limit: int, *shape: int) -> Tensor:
+def integers(limit: int, *shape: int) -> Tensor:
     generator = torch.Generator().manual_seed(math.prod(shape) + limit)
     return torch.randint(0, limit, shape, generator=generator)
 
 
 def flags(*shape: int) -> Tensor:
-    return whole_numbers(2, *shape).bool()
+    return integers(2, *shape).bool()
 
 
 # -- a graph of one node ---------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def gradient_layout(layout: Layout) -> Layout:
     return Layout(layout.mesh, layout.shape, tuple(_GRADIENT.get(s.kind, s) for s in layout.states))
 
 
-def deal(layout: Layout, whole: Tensor, seed: int) -> list[Tensor]:
+def deal(layout: Layout, unsharded: Tensor, seed: int) -> list[Tensor]:
     """The local values by rank; the parts on P axes are random and sum up to the whole."""
     generator = torch.Generator().manual_seed(seed)
     mesh, partial = layout.mesh, layout.axes_of("P")
@@ -187,10 +187,10 @@ def deal(layout: Layout, whole: Tensor, seed: int) -> list[Tensor]:
     for rank in range(mesh.size):
         place = tuple(mesh.coordinate(rank)[axis] for axis in partial)
         if place not in parts and place != last:
-            parts[place] = torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(
-                whole.dtype
-            )
-    parts[last] = whole - sum(parts.values()) if parts else whole
+            parts[place] = torch.randn(
+                unsharded.shape, generator=generator, dtype=torch.float64
+            ).to(unsharded.dtype)
+    parts[last] = unsharded - sum(parts.values()) if parts else unsharded
     coordinates = [mesh.coordinate(rank) for rank in range(mesh.size)]
     return [cut.cut(parts[tuple(c[axis] for axis in partial)], c) for c in coordinates]
 
@@ -221,7 +221,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Unsharded:
     """What one device computes; None stands for what carries no gradient."""
 
     operands: list[Tensor | None]
@@ -230,7 +230,7 @@ class Whole:
     gradients: list[Tensor | None]
 
 
-def on_one_device(traced: Traced) -> Whole:
+def on_one_device(traced: Traced) -> Unsharded:
     operands = [None if n is None else n.meta["val"] for n in operands_of(traced.node)]
     case = traced.case
     if case.reference is not None:
@@ -261,25 +261,25 @@ def on_one_device(traced: Traced) -> Whole:
             if gradient is None and x is not None and x.requires_grad
             else gradient
         )
-    return Whole(operands, [r.detach() for r in results], cotangents, gradients)
+    return Unsharded(operands, [r.detach() for r in results], cotangents, gradients)
 
 
-def check(traced: Traced, whole: Whole, strategy: Strategy, mesh: Mesh) -> None:
+def check(traced: Traced, unsharded: Unsharded, strategy: Strategy, mesh: Mesh) -> None:
     """Runs the call on all ranks, forward and backward, and compares with one device."""
     module = emitted(traced, strategy, mesh)
     operands = [
         (_checked(layout, x), deal(layout, x.detach(), i))
-        for i, (layout, x) in enumerate(zip(strategy.operands, whole.operands, strict=True))
+        for i, (layout, x) in enumerate(zip(strategy.operands, unsharded.operands, strict=True))
         if layout is not None and x is not None
     ]
     carrying = [
         x is not None and x.requires_grad
-        for x, o in zip(whole.operands, strategy.operands, strict=True)
+        for x, o in zip(unsharded.operands, strategy.operands, strict=True)
         if o
     ]
     cotangents = [
         None if c is None else deal(gradient_layout(layout), c, 100 + i)
-        for i, (layout, c) in enumerate(zip(strategy.results, whole.cotangents, strict=True))
+        for i, (layout, c) in enumerate(zip(strategy.results, unsharded.cotangents, strict=True))
     ]
 
     def rank_fn(rank: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -300,11 +300,11 @@ def check(traced: Traced, whole: Whole, strategy: Strategy, mesh: Mesh) -> None:
         ]
 
     ranks = lockstep.run(mesh, rank_fn)
-    narrow = any(r.dtype == torch.float32 for r in whole.results)
+    narrow = any(r.dtype == torch.float32 for r in unsharded.results)
     tolerance = 1e-4 if narrow else 1e-9
-    for i, (layout, expected) in enumerate(zip(strategy.results, whole.results, strict=True)):
+    for i, (layout, expected) in enumerate(zip(strategy.results, unsharded.results, strict=True)):
         compare(f"result {i}", layout, [results[i] for results, _ in ranks], expected, tolerance)
-    present = [g for g, o in zip(whole.gradients, strategy.operands, strict=True) if o]
+    present = [g for g, o in zip(unsharded.gradients, strategy.operands, strict=True) if o]
     for i, ((layout, _), expected_gradient) in enumerate(zip(operands, present, strict=True)):
         if expected_gradient is not None:
             parts = [gradients[i] for _, gradients in ranks]

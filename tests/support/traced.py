@@ -29,4 +29,4 @@ def run(
         value = output.constant if output.node is None else next(results)
         if output.kind == "user":
             leaves.append(value)
-    return pytree.tree_unflatten(leaves, program.signature.out_spec)
+    return pytree.tree_unflatten(leaves, program.signature.out_tree)

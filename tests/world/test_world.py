@@ -265,7 +265,7 @@ def test_gpus_are_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert world.device.name == "NVIDIA H100 80GB HBM3"
 
 
-def test_ranks_of_gloo_run_on_cpus_beside_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_gloo_run_on_cpus_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     Cuda(monkeypatch, "NVIDIA H100 80GB HBM3", 8, peers=True)
     for kinds, name in (
         ({"cpu": "gloo", "cuda": "gloo"}, "cpu"),

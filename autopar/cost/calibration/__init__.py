@@ -21,7 +21,7 @@ import torch
 from autopar.cost.algorithms import summing_s_per_byte
 from autopar.cost.calibration import fit, measure
 from autopar.cost.calibration.contention import measure_contention
-from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fitted, six
+from autopar.cost.calibration.fit import Attended, Attending, curve, efficiencies, fit_world, six
 from autopar.cost.calibration.measure import (
     Case,
     Matmul,
@@ -29,7 +29,7 @@ from autopar.cost.calibration.measure import (
     after_warming,
     in_rounds,
     part,
-    warmed,
+    warm_up,
 )
 from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
@@ -77,12 +77,12 @@ def cases(count: int, sizes: Sequence[int], kinds: Sequence[str] = KINDS) -> lis
     one group alone where there are several.
     """
     return [
-        Case(kind, digits, together, whole_bytes)
+        Case(kind, digits, together, unsharded_bytes)
         for together in (True, False)
         for digits in patterns(count)
         if together or size(digits) < count
         for kind in kinds
-        for whole_bytes in sizes
+        for unsharded_bytes in sizes
     ]
 
 
@@ -112,7 +112,7 @@ def calibrate(
         device=replace(world.device, memory_bytes_per_s=memory, launch_s=measure.node_s(device)),
     )
     share = 1 - _ON_COLLECTIVES if world.ranks > 1 else 1.0
-    grid = fit.wanted(attended, _dtypes(gpu), world.device, gpu)
+    grid = fit.attention_cases(attended, _dtypes(gpu), world.device, gpu)
     world = _with_computing(world, products, grid, device, seconds, share, progress)
     return world if world.ranks == 1 else _with_collectives(world, device, seconds, share, progress)
 
@@ -129,7 +129,7 @@ def _with_computing(
     """Return the world with the times of matmuls and attention, in this share of the time."""
     on_products = share / 2 if products else share
     all_matmuls = dict.fromkeys((*squares(device.type == "cuda"), *products))
-    shapes = [p for p in all_matmuls if _is_affordable(p, world)]
+    shapes = [p for p in all_matmuls if _is_measurable(p, world)]
     left = len(all_matmuls) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
     report = part(progress, 0.0, on_products)
@@ -164,7 +164,7 @@ def _with_collectives(
     share = _ON_COLLECTIVES - _ON_CONTENTION
     times = time_collectives(all_cases, device, seconds * share, part(progress, start, share))
     measured = lines(times)
-    world = fitted(
+    world = fit_world(
         world, [*measured, *scatter_of_measures(measured, world.device)] if gloo else measured
     )
     contention = measure_contention(
@@ -186,7 +186,7 @@ def _dtypes(gpu: bool) -> tuple[torch.dtype, ...]:
     return (torch.bfloat16, torch.float32) if gpu else (torch.float32,)
 
 
-def _is_affordable(shape: Matmul, world: World) -> bool:
+def _is_measurable(shape: Matmul, world: World) -> bool:
     """Whether the matmul fits in memory and ends soon; the answer is the same on all ranks."""
     long = shape.flops / world.device.rate(shape.dtype) > LONGEST_S
     return not long and shape.moved_bytes < world.device.memory_bytes / 4
@@ -202,7 +202,7 @@ def time_collectives(
     with measure.groups(list(dict.fromkeys(case.pattern for case in wanted))) as names:
         runs = [measure.collective(case, names[case.pattern], numbers) for case in wanted]
         takes_part = [case.together or _in_first_group(case.pattern, rank) for case in wanted]
-        times, seconds = warmed(runs, takes_part, device, seconds, progress, "collectives")
+        times, seconds = warm_up(runs, takes_part, device, seconds, progress, "collectives")
 
         def once(index: int) -> float:
             measure.barrier()
@@ -245,7 +245,7 @@ def time_computing(
     run_other_ops, op_bytes = measure.other_ops(device)
     runs = [*_products(wanted, device), run_other_ops]
     count = len(runs)
-    often, seconds = warmed(runs, [True] * count, device, seconds, progress, "products")
+    often, seconds = warm_up(runs, [True] * count, device, seconds, progress, "products")
 
     def once(index: int) -> float:
         if index >= count:

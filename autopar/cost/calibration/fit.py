@@ -1,11 +1,11 @@
 """From measurements to the numbers of a `World`: lines through times, the levels and factors that
 explain them, efficiencies of matmuls, shares of attention.
 
-`calibrate` calls `fitted` on the measured collectives, `efficiencies` on the measured matmuls, and
-`wanted`, `s_per_flop` and `shares` for attention: forward and backward by the kernel that torch
-takes, with a causal mask and without, for a few numbers of keys and head sizes, a model's own among
-them. The lines are least squares of relative errors with no unknown below 0 (Lawson and Hanson
-1974).
+`calibrate` calls `fit_world` on the measured collectives, `efficiencies` on the measured matmuls,
+and `attention_cases`, `s_per_flop` and `shares` for attention: forward and backward by the kernel
+that torch takes, with a causal mask and without, for a few numbers of keys and head sizes, a
+model's own among them. The lines are least squares of relative errors with no unknown below 0
+(Lawson and Hanson 1974).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _step_inside(
     return measured
 
 
-def fitted(world: World, measured: Sequence[Measured]) -> World:
+def fit_world(world: World, measured: Sequence[Measured]) -> World:
     """Return the world with bandwidths, latencies and the launch that explain the all-reduces, a
     factor for each other kind, and the measured table itself.
 
@@ -263,7 +263,7 @@ class Attending(NamedTuple):
     backward: bool
 
 
-def wanted(
+def attention_cases(
     own: Sequence[Attended], dtypes: Sequence[torch.dtype], known: Device, gpu: bool
 ) -> list[Attending]:
     """Return what to measure: for each dtype, causal or not, every number of keys with every head

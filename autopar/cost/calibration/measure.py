@@ -50,7 +50,7 @@ class Case(NamedTuple):
     kind: str
     pattern: Pattern
     together: bool
-    whole_bytes: int
+    unsharded_bytes: int
 
 
 class Matmul(NamedTuple):
@@ -101,8 +101,8 @@ def groups(patterns: Sequence[Pattern]) -> Iterator[dict[Pattern, str]]:
 def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     """Return a function that runs the case once, on the first of these float32 numbers."""
     count = size(case.pattern)
-    part = max(1, case.whole_bytes // (4 * count * count))  # numbers of one rank for one other
-    x = numbers[: part * count * (count if case.kind in WHOLE else 1)]
+    part = max(1, case.unsharded_bytes // (4 * count * count))  # numbers of one rank for one other
+    x = numbers[: part * count * (count if case.kind in FULL_OPERANDS else 1)]
     match case.kind:
         case "all_gather":
             return lambda: comm.all_gather(x, count, group)
@@ -119,7 +119,7 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     raise AssertionError(case.kind)
 
 
-WHOLE = ("reduce_scatter", "all_reduce")  # kinds whose ranks each start with an unsharded value
+FULL_OPERANDS = ("reduce_scatter", "all_reduce")  # their ranks start with an unsharded value each
 
 
 def actual_bytes(case: Case) -> int:
@@ -127,7 +127,7 @@ def actual_bytes(case: Case) -> int:
     down to the same number of elements for every pair of ranks.
     """
     count = size(case.pattern)
-    return 4 * count * count * max(1, case.whole_bytes // (4 * count * count))
+    return 4 * count * count * max(1, case.unsharded_bytes // (4 * count * count))
 
 
 def pool(least: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -324,7 +324,7 @@ def part(progress: Progress, start: float, share: float) -> Progress:
     return lambda done, doing: progress(start + share * done, doing)
 
 
-def warmed(
+def warm_up(
     works: Sequence[Callable[[], object]],
     joins: Sequence[bool],
     device: torch.device,

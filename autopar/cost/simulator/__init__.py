@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from autopar.cost.parts import deferred_values
 from autopar.cost.simulator import buckets
 from autopar.cost.simulator.engine import Event, Run, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events
@@ -223,13 +222,14 @@ def _trace_event(span: Span, row: int) -> dict[str, Any]:
 @dataclass(frozen=True)
 class Timeline(Seen):
     """A simulated step: events with their start and end in seconds. `plan.timeline()` and
-    `simulate` return one. Of a step in micro-batches it shows the last, which sums the gradients.
+    `simulate` return one. Of a step in micro-batches it shows one that gathers all weights and sums
+    all gradients: the first does the former, the last the latter.
     """
 
     events: tuple[Event, ...]
     run: Run
-    before: Timeline | None = None  # a part whose gradients are deferred, in micro-batches
-    times: float = 0  # how often that runs before this one
+    before: Timeline | None = None  # a micro-batch between the first and the last
+    times: float = 0  # how often that runs besides this one
     title = "a modelled step"
     process = "modelled"
 
@@ -298,7 +298,7 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
     if program.plan.microbatches == 1:
         return last
     others = program.plan.microbatches - 1
-    events = Events(program, world, deferred_values(program))
+    events = Events(program, world, between=True)
     if program.plan.interleaved and overlap:
         return dataclasses.replace(last, before=interleave(events.run()), times=others / 2)
     return dataclasses.replace(last, before=_shortest(events, overlap), times=others)
@@ -340,7 +340,7 @@ def _bucketed_timelines(step: Events) -> Iterator[Timeline]:
         fused = buckets.together(apart, keys, leads, run, size)
         key = tuple(tuple(members) for members in fused)
         if key not in timelines:
-            events = buckets.joined(apart, fused, step.joint)
+            events = buckets.fuse_buckets(apart, fused, step.fuse)
             timelines[key] = first  # without buckets, where these wait for one another
             if events is not None:
                 timelines[key] = Timeline(events, simulate_overlap(events, defers=(run.defer,)))

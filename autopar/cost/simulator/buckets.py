@@ -1,7 +1,7 @@
 """Buckets: small collectives of one kind, group and element type that are fused into one.
 
-`together` says which collectives of a step are fused, in what order and up to what size; `joined`
-makes a step's events with them fused. `timeline` calls both for a modelled step,
+`together` says which collectives of a step are fused, in what order and up to what size;
+`fuse_buckets` makes a step's events with them fused. `timeline` calls both for a modelled step,
 passes/overlap/bucket.py for the graphs that run.
 
 Fused are sums of gradients on which no matmul depends any more, and gathers of stored tensors, in
@@ -58,15 +58,15 @@ def together(
     fusable = _fusable(events, keys, leads)
     for index in sorted(fusable, key=when):
         event, position = events[index], fusable[index]
-        if event.held_bytes > size / 2:
+        if event.in_flight_bytes > size / 2:
             continue
         key = (keys[index], event.lane, event.ahead, position.depth, bucket_of.get(position.last))
-        if key not in open_buckets or bucket_bytes[key] + event.held_bytes > size:
+        if key not in open_buckets or bucket_bytes[key] + event.in_flight_bytes > size:
             open_buckets[key], bucket_bytes[key] = len(buckets), 0.0
             buckets.append([])
         bucket_of[index] = open_buckets[key]
         buckets[open_buckets[key]].append(index)
-        bucket_bytes[key] += event.held_bytes
+        bucket_bytes[key] += event.in_flight_bytes
     return [members for members in buckets if len(members) > 1]
 
 
@@ -99,7 +99,7 @@ def _fusable(
     return fusable
 
 
-def joined(
+def fuse_buckets(
     events: Sequence[Event], buckets: Sequence[Bucket], event_of: Callable[[Bucket], Event]
 ) -> tuple[Event, ...] | None:
     """Return the events with each bucket as one event, which `event_of` makes except for what it

@@ -31,8 +31,8 @@ class Event(NamedTuple):
     earlier ones. `lane`: the queue, that is the process group, which runs one collective after the
     other. `link`: the links it runs over; collectives of several lanes share them. `bytes`: what a
     rank sends. `ahead`: it depends on stored tensors only, so it can be issued long before its use;
-    `held_bytes` are then alive. `takes_s`: seconds of computing that are lost to it where ops run
-    at the same time. `parts`: the events that are fused in a bucket.
+    `in_flight_bytes` are then alive. `takes_s`: seconds of computing that are lost to it where ops
+    run at the same time. `parts`: the events that are fused in a bucket.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Event(NamedTuple):
     link: int = 0
     bytes: float = 0.0
     ahead: bool = False
-    held_bytes: float = 0.0
+    in_flight_bytes: float = 0.0
     takes_s: float = 0.0
     parts: tuple[Event, ...] = ()
 
@@ -219,7 +219,7 @@ class _Simulation:
             for other in needed:
                 self.users[other].append(index)
         self.links = Links(events)
-        self.ready_ops: list[int] = []  # ops
+        self.runnable_ops: list[int] = []  # ops
         self.late: list[tuple[int, int]] = []  # collectives to issue: (first user, event)
         self.waiting_prefetches: list[
             tuple[int, int]
@@ -255,7 +255,7 @@ class _Simulation:
             self.deferred.append(index)
             return
         if not event.lane:
-            heapq.heappush(self.ready_ops, index)
+            heapq.heappush(self.runnable_ops, index)
             return
         use = self.users[index][0] if self.users[index] else len(self.events)
         heapq.heappush(self.waiting_prefetches if event.ahead else self.late, (use, index))
@@ -269,18 +269,18 @@ class _Simulation:
 
     def _horizon(self) -> float:
         """Return when a collective can be issued again: after the op that runs next."""
-        if self.ready_ops:
-            return self.links.now + self.events[self.ready_ops[0]].seconds
+        if self.runnable_ops:
+            return self.links.now + self.events[self.runnable_ops[0]].seconds
         return self.links.next_end() if self.links.left else self.links.now
 
     def _may_go(self, index: int) -> bool:
-        fits = self.alive == 0 or self.alive + self.events[index].held_bytes <= self.bound
+        fits = self.alive == 0 or self.alive + self.events[index].in_flight_bytes <= self.bound
         return fits and self.not_before[index] < self._horizon()
 
     def _send(self, index: int) -> None:
         self.order.append(Action("issue", index))
         if self.events[index].ahead:
-            self.alive += self.events[index].held_bytes
+            self.alive += self.events[index].in_flight_bytes
             self.unused.add(index)
         self.links.issue(index)
 
@@ -326,10 +326,10 @@ class _Simulation:
         """Return the next op to run: one within the window, or a deferred one; None where there is
         none.
         """
-        ready = self.ready_ops and self.ready_ops[0] <= self.first + self.window
+        ready = self.runnable_ops and self.runnable_ops[0] <= self.first + self.window
         if self.deferred and (not ready or len(self.deferred) > self.defer):
             return self.deferred.popleft()
-        return heapq.heappop(self.ready_ops) if ready else None
+        return heapq.heappop(self.runnable_ops) if ready else None
 
     def _wait(self) -> None:
         """Wait, as there is nothing to compute. The first event that is not done is then a
@@ -386,7 +386,7 @@ class _Simulation:
         for needed in self.events[index].after:
             if needed in self.unused:  # its first use
                 self.unused.remove(needed)
-                self.alive -= self.events[needed].held_bytes
+                self.alive -= self.events[needed].in_flight_bytes
         for user in self.users[index]:
             self.missing[user] -= 1
             if not self.missing[user]:

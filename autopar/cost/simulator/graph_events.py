@@ -103,7 +103,7 @@ def fetchable(graph: fx.Graph, stored: frozenset[str]) -> set[fx.Node]:
     return fetched
 
 
-def sent_as_given(backward: fx.Graph) -> frozenset[str]:
+def sent_unchanged(backward: fx.Graph) -> frozenset[str]:
     """Return the names of the saved values that a backward sends as the forward left them, as
     SUMMA's panels of X. They may be fetched at any time like stored tensors, and are best fetched
     late.
@@ -232,7 +232,7 @@ def _event(node: fx.Node, after: tuple[int, ...], world: World, early: bool, pha
         link=link_number,
         bytes=sent_bytes,
         ahead=early,
-        held_bytes=float(bytes_of(node)),
+        in_flight_bytes=float(bytes_of(node)),
         takes_s=takes_s,
     )
 

@@ -32,7 +32,7 @@ class SavedMemory(NamedTuple):
     where it is one of the forward's own inputs, which are counted anyway.
     """
 
-    made_by: str
+    producer: str
     bytes: float
 
 
@@ -82,7 +82,7 @@ class Liveness:
                 for operand in collective.all_input_nodes:
                     self.readers[self.root[operand]].add(node)
 
-    def bytes_made(self, node: fx.Node) -> float:
+    def new_bytes(self, node: fx.Node) -> float:
         """Return the bytes that are there from this node on and were not before."""
         if self.root[node] is not node or _is_primal(node):
             return 0.0
@@ -102,19 +102,19 @@ class Staging:
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness = liveness
-        self.under_way: dict[str, dict[fx.Node, float]] = defaultdict(dict)  # by group
+        self.in_flight: dict[str, dict[fx.Node, float]] = defaultdict(dict)  # by group
 
     def step(self, node: fx.Node) -> None:
         """Note that the node is issued, or that it is a wait."""
         if size := self.liveness.staged(node):
-            self.under_way[group_of(node)][node] = size
+            self.in_flight[group_of(node)][node] = size
         issue = self.liveness.issues.get(node)
         if issue is not None:
-            self.under_way[group_of(issue)].pop(issue, None)
+            self.in_flight[group_of(issue)].pop(issue, None)
 
     @property
     def bytes(self) -> float:
-        groups = self.under_way.values()
+        groups = self.in_flight.values()
         return sum(sum(sorted(sizes.values())[-_STAGED:]) for sizes in groups)
 
 
@@ -131,7 +131,7 @@ def graph_peak_bytes(graph: fx.Graph, step: StepMemory) -> float:
     freed: dict[int, float] = defaultdict(float)
     live = peak = step.primals
     for node, number in place.items():
-        allocated = lives.bytes_made(node)
+        allocated = lives.new_bytes(node)
         live += allocated
         freed[max((place[n] for n in lives.readers[node]), default=number)] += allocated
         if node.op == "placeholder":
@@ -152,7 +152,7 @@ def _roots(graph: fx.Graph, saved: Mapping[str, SavedMemory]) -> dict[fx.Node, f
         source = _view_source(node) if node.op == "call_function" else None
         roots[node] = node if source is None else roots[source]
         if node.op == "placeholder" and node.name in saved:
-            roots[node] = first_views.setdefault(saved[node.name].made_by, node)
+            roots[node] = first_views.setdefault(saved[node.name].producer, node)
     return roots
 
 

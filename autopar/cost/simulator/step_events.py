@@ -5,7 +5,7 @@ The backward is the forward graph read from its end: a reshard has the collectiv
 matmul has one matmul for the gradient of its input and one for that of its weight, anything else
 takes twice its forward. The optimizer starts when all gradients are there, as it does in torch.
 
-`timeline` calls `Events(program, world).run()` and simulates the result; `joinable` and `joint`
+`timeline` calls `Events(program, world).run()` and simulates the result; `joinable` and `fuse`
 then say which collectives may be fused, and what the fused one takes. graph_events.py calls `link`.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,11 +24,11 @@ from autopar.cost.communication import SentCollective, flat_price, sent_collecti
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from autopar.cost.contention import lost_s
 from autopar.cost.network import Pattern, pattern, size, within
-from autopar.cost.parts import is_once
+from autopar.cost.parts import OncePerStep
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.engine import Event
-from autopar.ir.graph import inlined, stored
-from autopar.ir.program import Program, Value
+from autopar.ir.graph import inline, stored_nodes
+from autopar.ir.program import Program
 from autopar.ir.strategy import Strategy
 from autopar.world import World
 
@@ -61,17 +61,17 @@ class _FuseKey(NamedTuple):
 
 
 class Events:
-    """Makes the events of a step, in the order in which torch runs them: `run`. Those of a part
-    whose gradients are `deferred` have no sums of these values, and no optimizer. After that
-    `joinable` says which of them may be fused, and `joint` makes the fused event.
+    """Makes the events of a step, in the order in which torch runs them: `run`. Those of a
+    micro-batch `between` the first and the last have no collectives that run once a step, and no
+    optimizer. After that `joinable` says which of them may be fused, and `fuse` makes the fused
+    event.
     """
 
-    def __init__(
-        self, program: Program, world: World, deferred: Collection[Value] | None = None
-    ) -> None:
-        program = dataclasses.replace(program, module=inlined(program.module))
+    def __init__(self, program: Program, world: World, between: bool = False) -> None:
+        program = dataclasses.replace(program, module=inline(program.module))
         assert program.plan is not None and program.annotations is not None
-        self.program, self.world, self.deferred = program, world, deferred
+        self.program, self.world, self.between = program, world, between
+        self.once = OncePerStep.of(program) if between else OncePerStep()
         self.plan, self.notes = program.plan, program.annotations
         self.nodes = [n for n in program.module.graph.nodes if n.op != "output"]
         self.events: list[Event] = []
@@ -79,7 +79,7 @@ class Events:
         # The collectives that may be fused, and the bytes of the unsharded value of each.
         self.joinable: dict[int, tuple[_FuseKey, float]] = {}
         self.events_of: dict[fx.Node, tuple[int, ...]] = {}  # the events that a value depends on
-        self.ahead = stored(program)
+        self.ahead = stored_nodes(program)
         self.last = {n.meta["source"]: n for n in self.nodes if _computes(n)}
         self.entries = {entry.node: entry for entry in program.signature.inputs}
         self.gradients: dict[fx.Node, tuple[int, ...]] = defaultdict(tuple)
@@ -103,7 +103,7 @@ class Events:
             if node in self.carrying and self.gradients[node]:
                 self._again(node.meta.get("block"), self.gradients[node])
                 self._backward(node)
-        if self.deferred is None:
+        if not self.between:
             self._optimizer()
         return self.events
 
@@ -217,7 +217,7 @@ class Events:
         phase: Any,
     ) -> tuple[int, ...]:
         for collective in collectives:
-            if self.deferred is not None and is_once(collective, self.deferred):
+            if self.once.has(collective):
                 continue
             if collective.backward == (phase == "backward"):
                 after = (self._send(node, collective, after, phase),)
@@ -251,9 +251,11 @@ class Events:
     ) -> int:
         """Add one stage of a collective."""
         price = flat_price(stage.kind, stage.digits, move.bytes / stage.parts, self.world)
-        held_bytes = 0.0
+        in_flight_bytes = 0.0
         if "step" in node.meta:
-            held_bytes = node.meta["layout"].local_size * node.meta["element"].bytes / stage.parts
+            in_flight_bytes = (
+                node.meta["layout"].local_size * node.meta["element"].bytes / stage.parts
+            )
         return self._add(
             node,
             stage.kind,
@@ -265,7 +267,7 @@ class Events:
             link=link(self.world, stage.digits),
             bytes=price.bytes / pieces,
             ahead=node in self.ahead and (phase == "forward" or move.again),
-            held_bytes=held_bytes,
+            in_flight_bytes=in_flight_bytes,
             takes_s=lost_s(price.seconds, self.world) / pieces,
         )
 
@@ -279,7 +281,7 @@ class Events:
             fuse_key = _FuseKey(kind, stage.digits, move.element_bytes, copied)
             self.joinable[len(self.events)] = fuse_key, move.bytes / stage.parts
 
-    def joint(self, members: Bucket) -> Event:
+    def fuse(self, members: Bucket) -> Event:
         """Return the event that stands for several collectives as one."""
         parts = tuple(self.events[index] for index in members)
         kind, digits, _, copied = self.joinable[members[0]][0]
@@ -290,7 +292,7 @@ class Events:
             name=f"{parts[0].name} and {len(parts) - 1} more",
             seconds=price.seconds + copying,
             bytes=price.bytes,
-            held_bytes=sum(part.held_bytes for part in parts),
+            in_flight_bytes=sum(part.in_flight_bytes for part in parts),
             takes_s=lost_s(price.seconds, self.world) + copying,  # the computing thread copies
             parts=parts,
         )

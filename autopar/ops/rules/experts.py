@@ -33,7 +33,7 @@ def experts(node: fx.Node) -> OpShardingRule:
     results: Dims = (("f",), ("o",)) if body.transposed else (("o",), ("f",))
     rows_of: Dims = (("t",), ("k",))  # what is made on the way: a row for each choice
     splits_inner = body.splits_inner and norm is None
-    whole = {"d", "k", "o", "two"} | (set() if splits_inner else {"f"})
+    unsharded = {"d", "k", "o", "two"} | (set() if splits_inner else {"f"})
     return OpShardingRule(
         (
             (("t",), ("d",)),
@@ -48,7 +48,7 @@ def experts(node: fx.Node) -> OpShardingRule:
         ((("t",), ("o",)),),
         sizes,
         sum=frozenset({"e", "f"}),
-        whole=frozenset(whole & sizes.keys()),
+        whole=frozenset(unsharded & sizes.keys()),
         added=frozenset({6}),
         linear=(frozenset({2}),),
         index=frozenset({1}),

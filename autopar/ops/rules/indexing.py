@@ -24,7 +24,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
+from autopar.ops.rules import aten, name_dims, operand_shape, rule_for, unsplit
 
 _FIRST = (frozenset({0}),)
 
@@ -35,7 +35,7 @@ def index_select(node: fx.Node) -> OpShardingRule:
     source, index = operands_of(node)
     assert source is not None and index is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     if not dims or not operand_shape(index):
         return unsplit(node, source="rule")
     dim = bound(node)["dim"] % len(dims)
@@ -145,7 +145,7 @@ def index_add(node: fx.Node) -> OpShardingRule:
     source, index, added = operands_of(node)
     assert source is not None and index is not None and added is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     if not dims or len(operand_shape(added)) != len(dims):
         return unsplit(node, source="rule")
     dim = bound(node)["dim"] % len(dims)
@@ -167,7 +167,7 @@ def index_add(node: fx.Node) -> OpShardingRule:
 
 
 @rule_for((aten.slice_scatter.default, aten.select_scatter.default, aten.index_copy.default))
-def placed(node: fx.Node) -> OpShardingRule:
+def slice_scatter_rule(node: fx.Node) -> OpShardingRule:
     """Return the rule "... v ..., ... n ... -> ... v ..." of x[..., a:b] = y, of x[..., i] = y,
     where y has no n, and of index_copy: the dim that is written stays unsharded.
     """
@@ -176,7 +176,7 @@ def placed(node: fx.Node) -> OpShardingRule:
     if not shapes[0]:
         return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
-    dims = named(shapes[0], sizes)
+    dims = name_dims(shapes[0], sizes)
     dim = bound(node)["dim"] % len(dims)
     written: tuple[tuple[str, ...], ...] = ()
     if len(shapes[-1]) == len(dims):
@@ -204,9 +204,9 @@ def _indexed(
     masks = any(n is not None and value_of(n).dtype in (torch.bool, torch.uint8) for n in indices)
     if masks or not present:
         return None
-    dims = named(shape, sizes)
+    dims = name_dims(shape, sizes)
     places = torch.broadcast_shapes(*(own for _, own in present))
-    entries = named(tuple(places), sizes, "n")
+    entries = name_dims(tuple(places), sizes, "n")
     index_dims: list[Dims | None] = [None] * len(indices)
     for i, own in present:
         aligned = entries[len(entries) - len(own) :]
@@ -285,14 +285,14 @@ rule(aten.bucketize.Tensor, "..., n -> ...", whole="n")
 
 
 @rule_for(aten.searchsorted.Tensor)
-def searchsorted(node: fx.Node) -> OpShardingRule:
+def search_sorted(node: fx.Node) -> OpShardingRule:
     """Return the rule "... n, ... v -> ... v" of a search of values in sorted rows; in one sorted
     row, "n, ... -> ...".
     """
     rows, values, sorter = operands_of(node)
     assert rows is not None and values is not None
     sizes: dict[str, int] = {"n": operand_shape(rows)[-1]}
-    found = tuple(named(shape_of(results_of(node)[0]), sizes))
+    found = tuple(name_dims(shape_of(results_of(node)[0]), sizes))
     row_dims = (*(found[:-1] if len(operand_shape(rows)) > 1 else ()), ("n",))
     return OpShardingRule(
         (row_dims, found, None if sorter is None else row_dims),

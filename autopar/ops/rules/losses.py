@@ -22,7 +22,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, floating, named, operand_shape, rule_for, unsplit
+from autopar.ops.rules import aten, floating, name_dims, operand_shape, rule_for, unsplit
 from autopar.ops.rules.pointwise import entries_of
 
 _NONE, _MEAN, _SUM = range(3)  # aten's numbers of reductions
@@ -81,7 +81,7 @@ def row_loss(node: fx.Node) -> OpShardingRule:
     if any(shape not in (first, first[:-1]) for shape in shapes) or not first:
         return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
-    dims = tuple(named(first, sizes))
+    dims = tuple(name_dims(first, sizes))
     kept = bound(node)["reduction"] == _NONE
     if kept and shape_of(value_of(node)) != first[:-1]:
         return unsplit(node, source="rule")
@@ -131,7 +131,7 @@ def _token_loss(node: fx.Node, split_classes: bool) -> OpShardingRule:
     shape = operand_shape(logits)
     class_dim = 1 if len(shape) > 1 else 0
     sizes: dict[str, int] = {}
-    dims = named(shape, sizes)
+    dims = name_dims(shape, sizes)
     tokens = tuple(d for j, d in enumerate(dims) if j != class_dim)
     reduction = bound(node)["reduction"]
     split = frozenset(d[0] for d in tokens)
@@ -157,7 +157,7 @@ def _loss_of_probabilities(node: fx.Node) -> OpShardingRule:
     shape = operand_shape(logits)
     class_dim = 1 if len(shape) > 1 else 0
     sizes: dict[str, int] = {}
-    dims = tuple(named(shape, sizes))
+    dims = tuple(name_dims(shape, sizes))
     tokens = tuple(d for j, d in enumerate(dims) if j != class_dim)
     rows = OpShardingRule(
         (dims, dims, None if weight is None else (dims[class_dim],)),

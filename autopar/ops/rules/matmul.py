@@ -1,7 +1,7 @@
 """Op sharding rules of matmuls, convolutions and attention.
 
 Example: mm is "m k, k n -> m n": m and n may be split, and a split k makes the result partial.
-`product` gives the roles of the factors, by which named layouts and SUMMA find the rows, columns
+`matmul` gives the roles of the factors, by which named layouts and SUMMA find the rows, columns
 and summed dims of a matmul. Importing this file enters the rules in the table.
 """
 
@@ -25,7 +25,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
+from autopar.ops.rules import aten, name_dims, operand_shape, rule_for, unsplit
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
 
 rule(
@@ -80,7 +80,7 @@ def matmul(node: fx.Node) -> OpShardingRule:
     )
 
 
-def aligned(
+def align(
     shape: tuple[int, ...], result: Sequence[tuple[str, ...]]
 ) -> list[tuple[int, tuple[str, ...]]]:
     """Return (size, factors) of each dim of an operand that is aligned with a result on the
@@ -93,7 +93,7 @@ def broadcast(shape: tuple[int, ...], result: Sequence[tuple[str, ...]]) -> Dims
     """Return the dims of an operand that is broadcast to dims with these factors, aligned on the
     right.
     """
-    return tuple(() if size == 1 else dim for size, dim in aligned(shape, result))
+    return tuple(() if size == 1 else dim for size, dim in align(shape, result))
 
 
 @rule_for(aten.addmm.default)
@@ -136,10 +136,10 @@ def convolution(node: fx.Node) -> OpShardingRule:
     groups = bound(node)["groups"]
     shape, pixels = operand_shape(source), shape_of(value_of(node))[-len(kernel) :]
     sizes = {"g": groups, "c": channels, "o": outputs // groups}
-    batch = named(shape[: -len(kernel) - 1], sizes, "b")
+    batch = name_dims(shape[: -len(kernel) - 1], sizes, "b")
     flops = 2.0 * math.prod((*shape[: -len(kernel) - 1], outputs, channels, *kernel, *pixels))
-    before = named(shape[-len(kernel) :], sizes, "h")
-    window, after = named(tuple(kernel), sizes, "i"), named(pixels, sizes, "y")
+    before = name_dims(shape[-len(kernel) :], sizes, "h")
+    window, after = name_dims(tuple(kernel), sizes, "i"), name_dims(pixels, sizes, "y")
     unsharded = frozenset(name for (name,) in (*before, *window, *after))
     return OpShardingRule(
         ((*batch, ("g", "c"), *before), (("g", "o"), ("c",), *window), (("g", "o"),)),
@@ -175,10 +175,10 @@ def transposed_convolution(node: fx.Node) -> OpShardingRule:
     groups = bound(node)["groups"]
     shape, pixels = operand_shape(source), shape_of(value_of(node))[-len(kernel) :]
     sizes = {"g": groups, "c": channels // groups, "o": outputs}
-    batch = named(shape[: -len(kernel) - 1], sizes, "b")
+    batch = name_dims(shape[: -len(kernel) - 1], sizes, "b")
     flops = 2.0 * math.prod((*shape, outputs, *kernel))
-    before = named(shape[-len(kernel) :], sizes, "h")
-    window, after = named(tuple(kernel), sizes, "i"), named(pixels, sizes, "y")
+    before = name_dims(shape[-len(kernel) :], sizes, "h")
+    window, after = name_dims(tuple(kernel), sizes, "i"), name_dims(pixels, sizes, "y")
     return OpShardingRule(
         ((*batch, ("g", "c"), *before), (("g", "c"), ("o",), *window), (("g", "o"),)),
         ((*batch, ("g", "o"), *after),),
@@ -303,7 +303,7 @@ def cdist(node: fx.Node) -> OpShardingRule:
     left, right = (n for n in operands_of(node) if n is not None)
     a, b, result = operand_shape(left), operand_shape(right), shape_of(value_of(node))
     sizes = {"m": a[-2], "n": b[-2], "k": a[-1]}
-    batch = named(result[:-2], sizes, "b")
+    batch = name_dims(result[:-2], sizes, "b")
     return OpShardingRule(
         (
             (*broadcast(a[:-2], batch), ("m",), ("k",)),
@@ -323,7 +323,7 @@ def weight_norm(node: fx.Node) -> OpShardingRule:
     direction, norm = operands_of(node)
     assert direction is not None and norm is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(direction), sizes)
+    dims = name_dims(operand_shape(direction), sizes)
     dim = bound(node)["dim"]
     if not 0 <= dim < len(dims) or operand_shape(norm)[dim] != sizes[f"d{dim}"]:
         return unsplit(node, source="rule")
@@ -400,7 +400,7 @@ def _attention(
     if q[-3:-2] != out[-3:-2] or k[-3:-2] != v[-3:-2]:
         return unsplit(node)  # heads are broadcast, and not those of keys and values together
     sizes: dict[str, int] = {"q": q[-2], "e": q[-1], "k": k[-2], "v": v[-1]}
-    leading = named(out[:-3], sizes, "b")
+    leading = name_dims(out[:-3], sizes, "b")
     heads: list[tuple[str, ...]] = []
     key_heads: list[tuple[str, ...]] = []
     if len(q) > 2:

@@ -19,7 +19,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, floating, named, operand_shape, rule_for
+from autopar.ops.rules import aten, floating, name_dims, operand_shape, rule_for
 
 _JOINTLY_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor}
 
@@ -96,7 +96,7 @@ def pointwise(node: fx.Node) -> OpShardingRule:
 def entries_of(node: fx.Node, shape: tuple[int, ...]) -> OpShardingRule:
     """Return the rule of an op that computes each entry of a tensor of this shape on its own."""
     sizes: dict[str, int] = {}
-    result = tuple(named(shape, sizes))
+    result = tuple(name_dims(shape, sizes))
     operands: list[Dims | None] = []
     for operand in operands_of(node):
         if operand is None:
@@ -143,7 +143,7 @@ def prelu(node: fx.Node) -> OpShardingRule:
     source, slope = operands_of(node)
     assert source is not None and slope is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     own_shape = operand_shape(slope)
     own = tuple(() if size == 1 else dims[1] for size in own_shape)
     return OpShardingRule((tuple(dims), own), (tuple(dims),), sizes)

@@ -23,12 +23,12 @@ from autopar.ir.sharding_rule import (
     rule,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
+from autopar.ops.rules import aten, name_dims, operand_shape, rule_for, unsplit
 from autopar.ops.rules.pointwise import entries_of, pointwise
 
 
 @rule_for((aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default))
-def summed(node: fx.Node) -> OpShardingRule:
+def sum_rule(node: fx.Node) -> OpShardingRule:
     """Return the rule of a sum or a mean: partial over a split dim that it sums; a mean is scaled
     first (see local.py).
     """
@@ -59,7 +59,7 @@ def summed(node: fx.Node) -> OpShardingRule:
         aten.logsumexp.default,
     )
 )
-def reduced(node: fx.Node) -> OpShardingRule:
+def reduction_rule(node: fx.Node) -> OpShardingRule:
     """Return the rule of a reduction whose reduced dims may not be split."""
     return _reduction(node, summed=False)
 
@@ -79,7 +79,7 @@ def vector_norm(node: fx.Node) -> OpShardingRule:
 
 
 @rule_for((aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList))
-def counted(node: fx.Node) -> OpShardingRule:
+def count_rule(node: fx.Node) -> OpShardingRule:
     """Return the rule of a sum of something that is not linear in the operand: partial over a split
     dim that it sums, but no partial value passes through.
     """
@@ -94,7 +94,7 @@ def histogram(node: fx.Node) -> OpShardingRule:
     (source,) = operands_of(node)
     assert source is not None
     values, sizes = bound(node), dict[str, int]()
-    dims = tuple(named(operand_shape(source), sizes))
+    dims = tuple(name_dims(operand_shape(source), sizes))
     given = values["min"] != values["max"]
     elements = frozenset(sizes)
     sizes["n"] = values["bins"]
@@ -130,7 +130,7 @@ def _reduction(node: fx.Node, summed: bool) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     removed, keep = reduced_dims(node), bound(node).get("keepdim", False)
     result = tuple(
         () if j in removed else d for j, d in enumerate(dims) if keep or j not in removed
@@ -165,7 +165,7 @@ def norm(node: fx.Node) -> OpShardingRule:
     source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     normalised = tuple(dims[len(dims) - len(bound(node)["normalized_shape"]) :])
     factors = frozenset(name for (name,) in normalised)
     one_dim, no_factors = len(normalised) == 1, frozenset[str]()
@@ -187,7 +187,7 @@ def group_norm(node: fx.Node) -> OpShardingRule:
     source, *affine = operands_of(node)
     assert source is not None
     shape, sizes = operand_shape(source), dict[str, int]()
-    dims = named(shape, sizes)
+    dims = name_dims(shape, sizes)
     groups = bound(node)["num_groups"]
     del sizes["d1"]
     sizes["g"], sizes["c"] = groups, shape[1] // groups
@@ -212,7 +212,7 @@ def instance_norm(node: fx.Node) -> OpShardingRule:
     source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     pixels, no_factors = frozenset(sizes) - {"d0", "d1"}, frozenset[str]()
     computed = bound(node)["use_input_stats"] and bound(node)["running_mean"] is None
     return OpShardingRule(
@@ -238,7 +238,7 @@ def batch_norm(node: fx.Node) -> OpShardingRule:
     source, *affine = operands_of(node)
     assert source is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     others, channels = frozenset(sizes) - {"d1"}, (dims[1],)
     training = node.target is not aten._native_batch_norm_legit_no_training.default
     if training and not bound(node)["training"]:

@@ -22,7 +22,7 @@ from autopar.ir.sharding_rule import (
     value_of,
     view_factors,
 )
-from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
+from autopar.ops.rules import aten, name_dims, operand_shape, rule_for, unsplit
 from autopar.ops.rules.pointwise import expand_like_identity, pointwise
 
 
@@ -60,7 +60,7 @@ def permutation(node: fx.Node) -> OpShardingRule:
     assert source is not None
     shape = operand_shape(source)
     sizes: dict[str, int] = {}
-    dims = named(shape, sizes)
+    dims = name_dims(shape, sizes)
     values = bound(node)
     order = list(range(len(shape)))
     if node.target is aten.permute.default:
@@ -91,7 +91,7 @@ FILLS = (aten.full.default, aten.zeros.default, aten.ones.default)
 DRAWS = (aten.rand.default, aten.randn.default, aten.randint.low)
 
 
-MADE = (
+SMALL_CONSTANTS = (
     aten.arange.default,
     aten.arange.start,
     aten.arange.start_step,
@@ -108,10 +108,10 @@ NEW_FILLS = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.defaul
 def fill(node: fx.Node) -> OpShardingRule:
     """Return the rule of a tensor of one number, or of random ones: each dim may be split."""
     sizes: dict[str, int] = {}
-    return OpShardingRule((), (tuple(named(shape_of(value_of(node)), sizes)),), sizes)
+    return OpShardingRule((), (tuple(name_dims(shape_of(value_of(node)), sizes)),), sizes)
 
 
-@rule_for(MADE)
+@rule_for(SMALL_CONSTANTS)
 def fill_unsharded(node: fx.Node) -> OpShardingRule:
     """Return the rule of small tensors made from nothing: they are made unsharded, then sliced."""
     return unsplit(node, source="rule")
@@ -122,7 +122,7 @@ def new_fill(node: fx.Node) -> OpShardingRule:
     """Return the rule of a tensor of one number whose operand gives the dtype and device only."""
     rule = unsplit(node)
     sizes = dict(rule.sizes)
-    result = tuple(named(shape_of(value_of(node)), sizes))
+    result = tuple(name_dims(shape_of(value_of(node)), sizes))
     return OpShardingRule(rule.operands, (result,), sizes, whole=rule.whole)
 
 
@@ -132,7 +132,7 @@ def pieces(node: fx.Node, dim: int, count: int, size: int) -> tuple[dict[str, in
     """
     value = value_of(node)
     sizes: dict[str, int] = {}
-    dims = named(shape_of(value), sizes)
+    dims = name_dims(shape_of(value), sizes)
     dim %= len(dims)
     del sizes[f"d{dim}"]
     sizes["pieces"], sizes["piece"] = count, size
@@ -157,7 +157,7 @@ def unsharded_dims(node: fx.Node, along: set[int], linear: bool = True) -> OpSha
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     unsharded = {f"d{j}" for j in along}
     results = []
     for i, value in enumerate(results_of(node)):
@@ -191,7 +191,11 @@ def split(node: fx.Node) -> OpShardingRule:
     count = len(results_of(node))
     sizes, joined, single = pieces(source, dim, count, lengths.pop())
     return OpShardingRule(
-        (joined,), (single,) * count, sizes, whole=frozenset({"pieces"}), linear=(frozenset({0}),)
+        (joined,),
+        (single,) * count,
+        sizes,
+        whole=frozenset({"pieces"}),
+        linear=(frozenset({0}),),
     )
 
 
@@ -243,7 +247,7 @@ def cat(node: fx.Node) -> OpShardingRule:
             linear=all_operands,
         )
     sizes = {}
-    dims = named(shape_of(value_of(node)), sizes)
+    dims = name_dims(shape_of(value_of(node)), sizes)
     dim %= len(dims)
     operands = []
     for i, tensor in enumerate(tensors):
@@ -260,7 +264,7 @@ def stack(node: fx.Node) -> OpShardingRule:
     """Return the rule of a stack: the new dim stays unsharded."""
     tensors = [n for n in operands_of(node) if n is not None]
     sizes: dict[str, int] = {}
-    dims = named(shape_of(value_of(node)), sizes)
+    dims = name_dims(shape_of(value_of(node)), sizes)
     dim = bound(node)["dim"] % len(dims)
     single = tuple(d for j, d in enumerate(dims) if j != dim)
     return OpShardingRule(
@@ -278,7 +282,7 @@ def select(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     dim = bound(node)["dim"] % len(dims)
     remaining_dims = tuple(d for j, d in enumerate(dims) if j != dim)
     count = len(results_of(node))
@@ -313,7 +317,7 @@ def _padding(node: fx.Node, amounts: list[int], linear: bool) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     results, unsharded = list(dims), set()
     for i, size in enumerate(shape_of(value_of(node))):
         if any(amounts[2 * (len(dims) - 1 - i) : 2 * (len(dims) - i)]):
@@ -364,7 +368,7 @@ def repeat(node: fx.Node) -> OpShardingRule:
     if 0 in result:
         return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
-    dims = named(shape, sizes)
+    dims = name_dims(shape, sizes)
     new = len(result) - len(shape)
     results: list[tuple[str, ...]] = []
     for i, size in enumerate(result):
@@ -383,7 +387,7 @@ def repeat_interleave(node: fx.Node) -> OpShardingRule:
     assert source is not None
     values = bound(node)
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(source), sizes)
+    dims = name_dims(operand_shape(source), sizes)
     sizes["r"] = values["repeats"]
     if 0 in sizes.values():
         return unsplit(node, source="rule")
@@ -409,7 +413,7 @@ def parts_of_complex(node: fx.Node) -> OpShardingRule:
     assert source is not None
     shape, result = operand_shape(source), shape_of(value_of(node))
     sizes: dict[str, int] = {}
-    dims = tuple(named(min(shape, result, key=len), sizes))
+    dims = tuple(name_dims(min(shape, result, key=len), sizes))
     sizes["parts"] = 2
     before, after = (dims, (*dims, ("parts",)))
     if len(shape) > len(result):
@@ -425,7 +429,7 @@ def diff(node: fx.Node) -> OpShardingRule:
     operands = operands_of(node)
     assert operands[0] is not None
     sizes: dict[str, int] = {}
-    dims = named(operand_shape(operands[0]), sizes)
+    dims = name_dims(operand_shape(operands[0]), sizes)
     dim = bound(node)["dim"] % len(dims)
 
     def of_length(name: str, size: int) -> tuple[tuple[str, ...], ...]:

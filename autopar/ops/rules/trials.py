@@ -38,8 +38,8 @@ _SCALES = (1.0, 1e4, 1e-4)
 _ROUNDING = 1e-12  # rounding of float64
 _NARROW_ROUNDING = 1e-5  # rounding of an op that computes in float32 inside
 
-Cuts = tuple[int | None, ...]  # the dim on which each operand (or result) is cut; None: not cut
-Factor = tuple[Cuts, Cuts]  # the dim of each operand and of each result that a factor is
+Splits = tuple[int | None, ...]  # the dim on which each operand (or result) is cut; None: not cut
+Factor = tuple[Splits, Splits]  # the dim of each operand and of each result that a factor is
 Call = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
@@ -70,7 +70,7 @@ class Trial(NamedTuple):
 
     operands: list[Tensor]
     cotangents: list[Tensor]
-    whole: Outcome
+    unsharded: Outcome
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ def is_cut_alike(
     """Whether the function, on tensors without storage, gives results of these shapes, and results
     cut on the dims of a factor where the operands are. Nothing is computed.
     """
-    operand_cuts, result_cuts = factor
+    operand_splits, result_splits = factor
     shapes = [shape_of(value) for value in values]
-    size = next(s[dim] for s, dim in zip(shapes, operand_cuts, strict=True) if dim is not None)
+    size = next(s[dim] for s, dim in zip(shapes, operand_splits, strict=True) if dim is not None)
     prime = next((p for p in _PRIMES if size % p == 0), None)
     if prime is None:
         return False
@@ -158,14 +158,14 @@ def is_cut_alike(
     with _trial_settings():
         mode = strict_fake_mode()
         op = TrialOp(call, (False,) * len(values))
-        whole = op.imagine(mode, own, shapes)
+        unsharded = op.imagine(mode, own, shapes)
         parts = op.imagine(
-            mode, own, [cut(s, dim) for s, dim in zip(shapes, operand_cuts, strict=True)]
+            mode, own, [cut(s, dim) for s, dim in zip(shapes, operand_splits, strict=True)]
         )
-    if whole is None or parts is None:
+    if unsharded is None or parts is None:
         return False
-    cut_results = [cut(s, dim) for s, dim in zip(results, result_cuts, strict=True)]
-    return [shape_of(r) for r in whole.results] == list(results) and [
+    cut_results = [cut(s, dim) for s, dim in zip(results, result_splits, strict=True)]
+    return [shape_of(r) for r in unsharded.results] == list(results) and [
         shape_of(r) for r in parts.results
     ] == cut_results
 
@@ -320,7 +320,7 @@ def gradients_add_up(op: TrialOp, trial: Trial) -> bool:
     remainder = [c - p for c, p in zip(trial.cotangents, part, strict=True)]
     sides = [op.run(trial.operands, cotangents).gradients for cotangents in (part, remainder)]
     added = [a + b for a, b in zip(*sides, strict=True) if a is not None and b is not None]
-    return all_near(added, [g for g in trial.whole.gradients if g is not None])
+    return all_near(added, [g for g in trial.unsharded.gradients if g is not None])
 
 
 # -- factors ---------------------------------------------------------------------------------------
@@ -330,27 +330,27 @@ def _factors(
     """Yield (dim of each operand, dim of each result) of every factor; no dim belongs to two."""
     used: set[tuple[str, int, int]] = set()
     for size in sorted({s for shape in shapes for s in shape if s > 1}):
-        for cuts in _combinations(shapes, size):
-            dims = {("operand", i, d) for i, d in enumerate(cuts) if d is not None}
-            result_cuts = None if dims & used else _commutes(op, mode, trials, cuts, size)
-            if result_cuts is None:
+        for splits in _combinations(shapes, size):
+            dims = {("operand", i, d) for i, d in enumerate(splits) if d is not None}
+            result_splits = None if dims & used else _commutes(op, mode, trials, splits, size)
+            if result_splits is None:
                 continue
-            dims |= {("result", i, d) for i, d in enumerate(result_cuts) if d is not None}
+            dims |= {("result", i, d) for i, d in enumerate(result_splits) if d is not None}
             if not dims & used:
                 used |= dims
-                yield cuts, result_cuts
+                yield splits, result_splits
 
 
-def _combinations(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[Cuts]:
+def _combinations(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[Splits]:
     """Return every choice of a dim of this size, or none, of each operand; cuts come first."""
     options = [[*(d for d, s in enumerate(shape) if s == size), None] for shape in shapes]
-    some = (cuts for cuts in itertools.product(*options) if any(d is not None for d in cuts))
+    some = (splits for splits in itertools.product(*options) if any(d is not None for d in splits))
     return itertools.islice(some, _MAX_COMBINATIONS)
 
 
 def _commutes(
-    op: TrialOp, mode: FakeTensorMode, trials: Sequence[Trial], operand_cuts: Cuts, size: int
-) -> Cuts | None:
+    op: TrialOp, mode: FakeTensorMode, trials: Sequence[Trial], operand_splits: Splits, size: int
+) -> Splits | None:
     """Return the dim on which each result comes out cut when the operands are; None if one does
     not, or if a gradient is wrong.
     """
@@ -361,50 +361,54 @@ def _commutes(
     length = size // prime
     shapes = [
         tuple(length if d == dim else s for d, s in enumerate(x.shape))
-        for x, dim in zip(samples, operand_cuts, strict=True)
+        for x, dim in zip(samples, operand_splits, strict=True)
     ]
     imagined = op.imagine(mode, samples, shapes)
-    result_cuts = (
+    result_splits = (
         None if imagined is None else _cut_dims(imagined.results, uncut.results, size, length)
     )
-    if result_cuts is None:
+    if result_splits is None:
         return None
     try:
         for trial, parts in itertools.product(trials, _partitions(size, prime)):
-            if not _agrees(op, trial, parts, operand_cuts, result_cuts):
+            if not _agrees(op, trial, parts, operand_splits, result_splits):
                 return None
     except Exception:  # slice_scatter's kernel refuses shapes that its fake one takes
         return None
-    return result_cuts
+    return result_splits
 
 
 def _agrees(
-    op: TrialOp, trial: Trial, parts: Sequence[Tensor], operand_cuts: Cuts, result_cuts: Cuts
+    op: TrialOp,
+    trial: Trial,
+    parts: Sequence[Tensor],
+    operand_splits: Splits,
+    result_splits: Splits,
 ) -> bool:
     """Whether the runs on these parts give the parts of the uncut results and gradients, and
     gradients of uncut operands that add up.
     """
-    gradients = trial.whole.gradients
+    gradients = trial.unsharded.gradients
     sums = [
         torch.zeros_like(g)
-        for g, dim in zip(gradients, operand_cuts, strict=True)
+        for g, dim in zip(gradients, operand_splits, strict=True)
         if _uncut(g, dim)
     ]
     for index in parts:
-        operands = _slices(trial.operands, operand_cuts, index)
-        outcome = op.run(operands, _slices(trial.cotangents, result_cuts, index))
+        operands = _slices(trial.operands, operand_splits, index)
+        outcome = op.run(operands, _slices(trial.cotangents, result_splits, index))
         if [g is None for g in outcome.gradients] != [g is None for g in gradients]:
             return False
-        rows = list(zip(outcome.gradients, gradients, operand_cuts, strict=True))
+        rows = list(zip(outcome.gradients, gradients, operand_splits, strict=True))
         expected = [_take(g, dim, index) for _, g, dim in rows if g is not None and dim is not None]
         sliced = [g for g, _, dim in rows if g is not None and dim is not None]
-        results = _slices(trial.whole.results, result_cuts, index)
+        results = _slices(trial.unsharded.results, result_splits, index)
         if not all_near([*outcome.results, *sliced], [*results, *expected]):
             return False
         terms = [g for g, _, dim in rows if _uncut(g, dim)]
         sums = [total + term for total, term in zip(sums, terms, strict=True)]
     return all_near(
-        sums, [g for g, dim in zip(gradients, operand_cuts, strict=True) if _uncut(g, dim)]
+        sums, [g for g, dim in zip(gradients, operand_splits, strict=True) if _uncut(g, dim)]
     )
 
 
@@ -421,7 +425,7 @@ def _partitions(size: int, prime: int) -> Iterator[Sequence[Tensor]]:
     yield [part.sort().values for part in mixed.chunk(prime)]
 
 
-def _slices(tensors: Sequence[Tensor], dims: Cuts, index: Tensor) -> list[Tensor]:
+def _slices(tensors: Sequence[Tensor], dims: Splits, index: Tensor) -> list[Tensor]:
     return [_take(x, dim, index) for x, dim in zip(tensors, dims, strict=True)]
 
 
@@ -430,11 +434,11 @@ def _take(x: Tensor, dim: int | None, index: Tensor) -> Tensor:
 
 
 def _cut_dims(
-    parts: Sequence[Tensor], whole: Sequence[Tensor], size: int, length: int
-) -> Cuts | None:
+    parts: Sequence[Tensor], unsharded: Sequence[Tensor], size: int, length: int
+) -> Splits | None:
     """Return the one dim of each result that went from `size` to `length`."""
     dims: list[int | None] = []
-    for part, result in zip(parts, whole, strict=True):
+    for part, result in zip(parts, unsharded, strict=True):
         if part.dim() != result.dim():
             return None
         changed = [d for d in range(part.dim()) if part.shape[d] != result.shape[d]]

@@ -189,19 +189,19 @@ class _Trial:
         cotangents = [_random_like(x, seed) for seed, x in enumerate(run(operands))]
         self.op = TrialOp(run, tuple(x.is_floating_point() for x in operands))
         try:
-            whole = self.op.run(operands, cotangents)
+            unsharded = self.op.run(operands, cotangents)
         except Exception as error:
             if "no autograd formula was registered" not in str(error):
                 raise InputError(f"{call}: the backward fails on the example: {error}") from error
             self.op = TrialOp(run, (False,) * len(operands))  # an op of models that do not train
-            whole = self.op.run(operands, cotangents)
-        self.trial = Trial(operands, cotangents, whole)
+            unsharded = self.op.run(operands, cotangents)
+        self.trial = Trial(operands, cotangents, unsharded)
 
     def check(self) -> None:
         """Raise InputError where parts do not give the whole."""
-        whole = self.trial.whole
+        unsharded = self.trial.unsharded
         again = self.op.run(self.trial.operands, self.trial.cotangents)
-        if not all_near(again.tensors, whole.tensors):
+        if not all_near(again.tensors, unsharded.tensors):
             raise InputError(f"{self.call}: the op gives other numbers when it runs again")
         for factor in self.rule.sizes:
             if self.rule.splittable(factor):
@@ -246,12 +246,12 @@ class _Trial:
         except Exception as error:
             raise InputError(f"{self.call}: {how}, the op fails: {error}") from error
         for n, (value, dims) in enumerate(
-            zip(self.trial.whole.results, self.rule.results, strict=True)
+            zip(self.trial.unsharded.results, self.rule.results, strict=True)
         ):
             actual = [outcome.results[n] for outcome in outcomes]
             self._compare_parts(f"{how}, result {n}", actual, value, dims, factor)
         for n, (gradient, dims) in enumerate(
-            zip(self.trial.whole.gradients, self.dims, strict=True)
+            zip(self.trial.unsharded.gradients, self.dims, strict=True)
         ):
             if gradient is None:
                 continue

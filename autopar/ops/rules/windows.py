@@ -21,7 +21,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ops.rules import aten, named, operand_shape, rule_for, unsplit
+from autopar.ops.rules import aten, name_dims, operand_shape, rule_for, unsplit
 from autopar.ops.rules.shapes import unsharded_dims
 
 _FIRST = (frozenset({0}),)  # partial values pass through the first operand
@@ -36,10 +36,10 @@ def planes(node: fx.Node, spatial: int, linear: bool) -> OpShardingRule:
     unsharded: set[str] = set()
     source = operands_of(node)[0]
     assert source is not None
-    before = named(operand_shape(source)[:-spatial], sizes, "b")
+    before = name_dims(operand_shape(source)[:-spatial], sizes, "b")
 
     def dims(shape: tuple[int, ...], prefix: str) -> Dims:
-        plane = named(shape[len(before) :], sizes, prefix)
+        plane = name_dims(shape[len(before) :], sizes, prefix)
         unsharded.update(name for (name,) in plane)
         return (*before, *plane)
 
@@ -142,13 +142,13 @@ def col2im(node: fx.Node) -> OpShardingRule:
 def _patches(image: tuple[int, ...], columns: tuple[int, ...], to_columns: bool) -> OpShardingRule:
     """Return the rule of im2col or col2im for these shapes."""
     sizes = {"c": image[-3], "k": columns[-2] // image[-3], "l": columns[-1]}
-    batch = named(image[:-3], sizes, "b")
-    plane = named(image[-2:], sizes, "h")
+    batch = name_dims(image[:-3], sizes, "b")
+    plane = name_dims(image[-2:], sizes, "h")
     pixels = (*batch, ("c",), *plane)
     patches = (*batch, ("c", "k"), ("l",))
     before, after = (pixels, patches) if to_columns else (patches, pixels)
-    whole = frozenset({"k", "l", *(name for (name,) in plane)})
-    return OpShardingRule((before,), (after,), sizes, whole=whole, linear=_FIRST)
+    unsharded = frozenset({"k", "l", *(name for (name,) in plane)})
+    return OpShardingRule((before,), (after,), sizes, whole=unsharded, linear=_FIRST)
 
 
 @rule_for(aten.unfold.default)
@@ -159,7 +159,7 @@ def unfold(node: fx.Node) -> OpShardingRule:
     shape, sizes = operand_shape(source), dict[str, int]()
     if not shape:
         return unsplit(node, source="rule")
-    dims = named(shape, sizes)
+    dims = name_dims(shape, sizes)
     dim = bound(node)["dimension"] % len(shape)
     sizes["r"], sizes["window"] = shape_of(value_of(node))[dim], shape_of(value_of(node))[-1]
     result = [("r",) if i == dim else d for i, d in enumerate(dims)]
@@ -184,7 +184,7 @@ def pixel_shuffle(node: fx.Node) -> OpShardingRule:
     shape, result = operand_shape(source), shape_of(value_of(node))
     deep, wide = (shape, result) if shuffles else (result, shape)
     sizes = {"r": factor, "s": factor, "c": wide[-3], "h": deep[-2], "w": deep[-1]}
-    batch = named(shape[:-3], sizes, "b")
+    batch = name_dims(shape[:-3], sizes, "b")
     deep_dims = (*batch, ("c", "r", "s"), ("h",), ("w",))
     wide_dims = (*batch, ("c",), ("h", "r"), ("w", "s"))
     before, after = (deep_dims, wide_dims) if shuffles else (wide_dims, deep_dims)
@@ -197,7 +197,7 @@ def channel_shuffle(node: fx.Node) -> OpShardingRule:
     source = operands_of(node)[0]
     assert source is not None
     shape, sizes = operand_shape(source), dict[str, int]()
-    dims = named(shape, sizes)
+    dims = name_dims(shape, sizes)
     groups = bound(node)["groups"]
     del sizes["d1"]
     sizes["g"], sizes["c"] = groups, shape[1] // groups
@@ -233,7 +233,7 @@ def grid_sampler(node: fx.Node) -> OpShardingRule:
     assert source is not None and grid is not None
     shape, points = operand_shape(source), operand_shape(grid)
     sizes = {"b": shape[0], "c": shape[1], "coordinate": points[-1]}
-    pixels, grid_dims = named(shape[2:], sizes, "h"), named(points[1:-1], sizes, "y")
+    pixels, grid_dims = name_dims(shape[2:], sizes, "h"), name_dims(points[1:-1], sizes, "y")
     return OpShardingRule(
         ((("b",), ("c",), *pixels), (("b",), *grid_dims, ("coordinate",))),
         ((("b",), ("c",), *grid_dims),),
@@ -252,7 +252,7 @@ def affine_grid(node: fx.Node) -> OpShardingRule:
     assert theta is not None
     shape, result = operand_shape(theta), shape_of(value_of(node))
     sizes = {"b": shape[0], "r": shape[1], "k": shape[2]}
-    points = named(result[1:-1], sizes, "y")
+    points = name_dims(result[1:-1], sizes, "y")
     return OpShardingRule(
         ((("b",), ("r",), ("k",)),),
         ((("b",), *points, ("r",)),),
@@ -301,10 +301,10 @@ def short_time_spectrum(node: fx.Node) -> OpShardingRule:
     backwards = node.target is aten.istft.default
     shape, result = operand_shape(source), shape_of(value_of(node))
     sizes: dict[str, int] = {}
-    batch = named(shape[: -2 if backwards else -1], sizes, "b")
-    before = named(shape[len(batch) :], sizes, "t")
-    after = named(result[len(batch) :], sizes, "f")
-    window_dims = None if window is None else tuple(named(operand_shape(window), sizes, "w"))
+    batch = name_dims(shape[: -2 if backwards else -1], sizes, "b")
+    before = name_dims(shape[len(batch) :], sizes, "t")
+    after = name_dims(result[len(batch) :], sizes, "f")
+    window_dims = None if window is None else tuple(name_dims(operand_shape(window), sizes, "w"))
     return OpShardingRule(
         ((*batch, *before), window_dims),
         ((*batch, *after),),

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar._compat import recording_again
-from autopar.ops.devices import filled
+from autopar.ops.devices import fill_on
 from autopar.ops.sharded.dropout import dropout
 from autopar.ops.sharded.vocabulary import Digit
 
@@ -81,7 +81,7 @@ def seed_at(seed: int, coordinate: Mapping[str, int], axes: str) -> Tensor:
     places = [f"{axis}={coordinate[axis]}" for axis in axes.removeprefix("@").split(".") if axis]
     text = " ".join([str(seed), *places])
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
-    return filled((), number, torch.device("cpu"))
+    return fill_on((), number, torch.device("cpu"))
 
 
 def _masked_softmax(scores: Tensor) -> Tensor:

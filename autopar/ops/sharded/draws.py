@@ -116,11 +116,11 @@ def _compile_formula(how: _DrawArguments) -> Callable[..., Tensor]:
     """Return the plain formula for a GPU, compiled to one kernel by inductor where Triton is
     installed.
     """
-    plain = partial(_whole, how=how)
+    plain = partial(_all_at_once, how=how)
     return compiled_for(plain) if find_spec("triton") else plain
 
 
-def _whole(seed: Tensor, *coordinates: Tensor, how: _DrawArguments) -> Tensor:
+def _all_at_once(seed: Tensor, *coordinates: Tensor, how: _DrawArguments) -> Tensor:
     """Return random numbers, by the formula over all elements at once."""
     tables = how.shard.index_tables(how.size, coordinates, seed.device)
     index = all_indices(tables, seed.device).expand(how.size)
@@ -140,7 +140,7 @@ def _formula(
 ) -> Tensor:
     shard = Shard(tuple(counts), tuple(facts), tuple(shape))
     how = _DrawArguments(kind, tuple(limits), tuple(size), dtype, shard)
-    return _whole(seed, *coordinates, how=how)
+    return _all_at_once(seed, *coordinates, how=how)
 
 
 FORMULAS[torch.ops.autopar.draw.default] = _formula

@@ -28,7 +28,7 @@ from autopar.ops.sharded.index_hash import (
     hash_words,
     in_rows,
     keys_of,
-    signed,
+    to_signed,
 )
 from autopar.ops.sharded.vocabulary import Digit
 
@@ -123,11 +123,11 @@ def _compile_formula(how: _DropoutArguments) -> Callable[..., Tensor]:
     """Return the plain formula for a GPU, compiled to one kernel by inductor where Triton is
     installed.
     """
-    plain = partial(_whole, how=how)
+    plain = partial(_all_at_once, how=how)
     return compiled_for(plain) if find_spec("triton") else plain
 
 
-def _whole(x: Tensor, seed: Tensor, *coordinates: Tensor, how: _DropoutArguments) -> Tensor:
+def _all_at_once(x: Tensor, seed: Tensor, *coordinates: Tensor, how: _DropoutArguments) -> Tensor:
     """Return x with elements dropped, by the formula over all elements at once."""
     tables = how.shard.index_tables(x.shape, coordinates, x.device)
     index = all_indices(tables, x.device).expand(x.shape)
@@ -145,7 +145,7 @@ def _formula(
     shape: Sequence[int],
 ) -> Tensor:
     shard = Shard(tuple(counts), tuple(facts), tuple(shape))
-    return _whole(x, seed, *coordinates, how=_DropoutArguments(p, shard))
+    return _all_at_once(x, seed, *coordinates, how=_DropoutArguments(p, shard))
 
 
 # The formula that a compiler gets in place of the op, to fuse it with its neighbours.
@@ -163,7 +163,7 @@ def _in_blocks(
     rows, row = in_rows(how.shard.index_tables(x.shape, coordinates, x.device), x.device)
     narrow, keys = math.prod(how.shard.shape) <= 2**31, keys_of(seed)
     if narrow:
-        rows, row, keys = rows.int(), row.int(), (signed(keys[0]), signed(keys[1]))
+        rows, row, keys = rows.int(), row.int(), (to_signed(keys[0]), to_signed(keys[1]))
     hashed, threshold = (hash_words, -(2**31)) if narrow else (hash_of, 0)
     threshold += round(how.p * 2**32)
     source, target = x.reshape(-1, len(row)), y.view(-1, len(row))

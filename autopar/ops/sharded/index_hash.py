@@ -149,6 +149,6 @@ def _mix_words(word: Tensor) -> Tensor:
     return word
 
 
-def signed(word: Tensor) -> Tensor:
+def to_signed(word: Tensor) -> Tensor:
     """Return the int32 of the same 32 bits."""
     return ((word ^ 2**31) - 2**31).int()

@@ -29,7 +29,7 @@ from autopar.cost.simulator.graph_events import (
     writes,
 )
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes
-from autopar.ir.graph import computed
+from autopar.ir.graph import add_call
 
 aten = torch.ops.aten
 
@@ -158,7 +158,7 @@ def on_cpu(node: fx.Node) -> bool:
     return bool(node.meta["val"].device.type == "cpu")
 
 
-def in_one(graph: fx.Graph, parts: Sequence[fx.Node]) -> fx.Node:
+def concatenate(graph: fx.Graph, parts: Sequence[fx.Node]) -> fx.Node:
     """Return the parts concatenated (n,). Where they are consecutive views of one tensor, that
     tensor, or a slice of it, is returned instead of a copy.
     """
@@ -166,12 +166,12 @@ def in_one(graph: fx.Graph, parts: Sequence[fx.Node]) -> fx.Node:
     start, source = 0, cuts[0][0] if cuts[0] else None
     for cut in cuts:
         if source is None or cut is None or cut[:2] != (source, start):
-            flat = [computed(graph, aten.reshape.default, (part, [-1])) for part in parts]
-            return computed(graph, aten.cat.default, (flat,))
+            flat = [add_call(graph, aten.reshape.default, (part, [-1])) for part in parts]
+            return add_call(graph, aten.cat.default, (flat,))
         start = cut[2]
     assert source is not None
     is_all = start == source.meta["val"].numel()
-    return source if is_all else computed(graph, aten.slice.Tensor, (source, 0, 0, start))
+    return source if is_all else add_call(graph, aten.slice.Tensor, (source, 0, 0, start))
 
 
 def cut_of(part: fx.Node) -> tuple[fx.Node, int, int] | None:

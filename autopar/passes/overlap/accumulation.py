@@ -26,7 +26,7 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.cost.simulator.graph_events import carries_on, collective_of, group_of
-from autopar.ir.graph import copied, made
+from autopar.ir.graph import add_node, copy_graph
 from autopar.ir.layout import Layout, P
 from autopar.ir.mesh import axes_of_group
 from autopar.passes.overlap import erase_unused
@@ -85,7 +85,7 @@ def tails(backward: fx.Graph, layouts: Sequence[Layout | None]) -> tuple[Tail, .
 
 def without_sums(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
     """Return a copy that returns what this rank would send in place of the gradients of `ends`."""
-    graph = copied(backward)
+    graph = copy_graph(backward)
     output, nodes = graph.output_node(), {node.name: node for node in graph.nodes}
     results: list[Any] = list(_results(graph))
     for tail in ends:
@@ -99,7 +99,7 @@ def with_accumulated(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
     """Return a copy that takes what is held of each of `ends`, after its other operands, and sums
     it across ranks with its own.
     """
-    graph = copied(backward)
+    graph = copy_graph(backward)
     nodes = {node.name: node for node in graph.nodes}
     last = graph.find_nodes(op="placeholder")[-1]
     for number, tail in enumerate(ends):
@@ -108,7 +108,7 @@ def with_accumulated(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:
             last = graph.placeholder(f"held_{number}")
             last.meta["val"] = own.meta["val"]
         with graph.inserting_after(own):
-            both = made(graph, aten.add.Tensor, (own, last), own.meta["val"])
+            both = add_node(graph, aten.add.Tensor, (own, last), own.meta["val"])
         both.meta.update({k: v for k, v in own.meta.items() if k not in both.meta})
         own.replace_all_uses_with(both, delete_user_cb=lambda user, new=both: user is not new)
     return graph

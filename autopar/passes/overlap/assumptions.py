@@ -33,7 +33,7 @@ from torch import Tensor, fx
 
 from autopar._compat import OpOverload
 from autopar.cost.simulator.graph_events import carries_on, collective_of, is_wait, writes
-from autopar.ir.graph import copied, made
+from autopar.ir.graph import add_node, copy_graph
 from autopar.ir.program import Program
 from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, collectives_in_order
 from autopar.world import World
@@ -105,7 +105,7 @@ def _make_contiguous(graph: fx.Graph, node: fx.Node, certain: set[fx.Node]) -> N
         predicted = isinstance(value, torch.Tensor) and value.is_contiguous()
         if operand in certain or not predicted:
             return operand
-        contiguous = made(graph, aten.contiguous.default, (operand,), value)
+        contiguous = add_node(graph, aten.contiguous.default, (operand,), value)
         certain.add(contiguous)
         return contiguous
 
@@ -116,7 +116,7 @@ def _make_contiguous(graph: fx.Graph, node: fx.Node, certain: set[fx.Node]) -> N
 
 # -- auxiliary outputs -----------------------------------------------------------------------------
 Gradients = tuple[Tensor | None, ...]
-Asked = Callable[[int, Tensor, Sequence[Tensor]], Gradients]
+Backward = Callable[[int, Tensor, Sequence[Tensor]], Gradients]
 
 
 def aux_output_places(program: Program) -> frozenset[int]:
@@ -136,7 +136,7 @@ def as_constants(module: fx.GraphModule, places: frozenset[int]) -> tuple[fx.Gra
     """Return the module with these results detached, and a set. Tracing the module fills the set
     with the places of those that would have a gradient.
     """
-    graph, differentiable = copied(module.graph), set[int]()
+    graph, differentiable = copy_graph(module.graph), set[int]()
     output = graph.output_node()
     returned: Any = output.args[0]
     results = list(returned)
@@ -161,12 +161,14 @@ def _detach_and_note(place: int, places: set[int]) -> Callable[[Tensor], Tensor]
 
 
 class Late(torch.autograd.Function):
-    """Returns a result whose gradient no derived backward takes. In the backward, `asked` computes
-    the gradients of the values that the result was made of.
+    """Returns a result whose gradient no derived backward takes. In the backward, `gradients`
+    computes the gradients of the values that the result was made of.
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: Asked, place: int, result: Tensor, *values: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, gradients: Backward, place: int, result: Tensor, *values: Tensor
+    ) -> Tensor:
         ctx.gradients, ctx.place = gradients, place
         ctx.save_for_backward(*values)
         return result.view_as(result)

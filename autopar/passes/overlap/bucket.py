@@ -38,16 +38,16 @@ from autopar.cost.simulator.graph_events import (
     listed_seconds,
 )
 from autopar.cost.simulator.step_events import ROOTED
-from autopar.ir.graph import computed, copied, made, ordered
+from autopar.ir.graph import add_call, add_node, copy_graph, sort
 from autopar.passes.overlap import (
     DerivedGraph,
     GraphFacts,
     check_interface,
     collectives_in_order,
+    concatenate,
     cut_of,
     elements_sent,
     forget,
-    in_one,
     on_cpu,
 )
 from autopar.world import World
@@ -91,11 +91,11 @@ def fuse_buckets(graph: fx.Graph, several: Sequence[Sequence[fx.Node]]) -> fx.Gr
     """Return a copy of the graph with each bucket fused; None where buckets depend on one
     another.
     """
-    fused = copied(graph)
+    fused = copy_graph(graph)
     twins = dict(zip(graph.nodes, fused.nodes, strict=True))
     for members in several:
         fuse(fused, [twins[node] for node in members])
-    return fused if ordered(fused) else None
+    return fused if sort(fused) else None
 
 
 def choices(listed: Listed, sizes: Sequence[int]) -> Iterator[list[list[fx.Node]]]:
@@ -147,7 +147,7 @@ def can_fuse(node: fx.Node) -> bool:
 
 def fuse(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     """Replace these collectives by one, which stands behind the last of them: the graph is to be
-    put in order by `ir.graph.ordered` afterwards.
+    put in order by `ir.graph.sort` afterwards.
     """
     members, form = _in_cut_order(members), _form(members[0])
     with graph.inserting_after(members[-1]):
@@ -184,15 +184,15 @@ def _coalesced(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     target = _COALESCED[str(collective_of(members[0]))]
     values = [node.meta["val"] for node in members]
     arguments = ([node.args[0] for node in members], *members[0].args[1:])
-    fused = made(graph, target, arguments, values)
+    fused = add_node(graph, target, arguments, values)
     fused.meta["custom"] = _origins(members)
-    return [made(graph, operator.getitem, (fused, i), v) for i, v in enumerate(values)]
+    return [add_node(graph, operator.getitem, (fused, i), v) for i, v in enumerate(values)]
 
 
 def _concatenated(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     """Write one all-reduce, broadcast or reduce of all operands, concatenated."""
     arrived = _send_and_wait(
-        graph, members, in_one(graph, [node.all_input_nodes[0] for node in members])
+        graph, members, concatenate(graph, [node.all_input_nodes[0] for node in members])
     )
     return _cut(graph, arrived, [node.meta["val"] for node in members])
 
@@ -204,9 +204,9 @@ def _summed_all_to_all(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.N
     (first, *_) = sums = [next(_users(_users([node]))) for node in members]
     inputs = [node.all_input_nodes[0] for node in members]
     ranks = inputs[0].meta["val"].shape[0]
-    flat = [computed(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
-    arrived = _send_and_wait(graph, members, computed(graph, aten.cat.default, (flat, 1)))
-    total = computed(graph, aten.sum.dim_IntList, (arrived, [0]), first.kwargs)
+    flat = [add_call(graph, aten.reshape.default, (n, [ranks, -1])) for n in inputs]
+    arrived = _send_and_wait(graph, members, add_call(graph, aten.cat.default, (flat, 1)))
+    total = add_call(graph, aten.sum.dim_IntList, (arrived, [0]), first.kwargs)
     return _cut(graph, total, [node.meta["val"] for node in sums])
 
 
@@ -218,20 +218,20 @@ def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
     """
     ranks: Any = members[0].args[1]
     values = [node.meta["val"] for node in members]
-    operand = in_one(graph, [node.all_input_nodes[0] for node in members])
+    operand = concatenate(graph, [node.all_input_nodes[0] for node in members])
     scattered = _scattered(operand, members)
     arrived = _send_and_wait(graph, members, operand)
     if scattered is not None:
         _slice_anew(graph, scattered)
         return _cut(graph, arrived, values)
-    rows = computed(graph, aten.view.default, (arrived, [ranks, -1]))
+    rows = add_call(graph, aten.view.default, (arrived, [ranks, -1]))
     contiguous = {"memory_format": torch.contiguous_format}
     gathered, start = [], 0
     for value in values:
         stop = start + value.numel() // ranks
-        view = computed(graph, aten.slice.Tensor, (rows, 1, start, stop))
-        part = computed(graph, aten.clone.default, (view,), contiguous)
-        gathered.append(computed(graph, aten.view.default, (part, list(value.shape))))
+        view = add_call(graph, aten.slice.Tensor, (rows, 1, start, stop))
+        part = add_call(graph, aten.clone.default, (view,), contiguous)
+        gathered.append(add_call(graph, aten.view.default, (part, list(value.shape))))
         start = stop
     return gathered
 
@@ -239,9 +239,9 @@ def _gathered(graph: fx.Graph, members: Sequence[fx.Node]) -> list[fx.Node]:
 def _send_and_wait(graph: fx.Graph, members: Sequence[fx.Node], bucket: fx.Node) -> fx.Node:
     """Return what arrives of a collective that sends `bucket` in place of the members' operands."""
     target: Any = members[0].target
-    sent = computed(graph, target, (bucket, *members[0].args[1:]))
+    sent = add_call(graph, target, (bucket, *members[0].args[1:]))
     sent.meta["custom"] = _origins(members)
-    return computed(graph, functional.wait_tensor.default, (sent,))
+    return add_call(graph, functional.wait_tensor.default, (sent,))
 
 
 def _origins(members: Sequence[fx.Node]) -> dict[str, str]:
@@ -257,8 +257,8 @@ def _cut(graph: fx.Graph, bucket: fx.Node, values: Sequence[torch.Tensor]) -> li
     views, start = [], 0
     for value in values:
         stop = start + value.numel()
-        view = computed(graph, aten.slice.Tensor, (bucket, 0, start, stop))
-        views.append(computed(graph, aten.view.default, (view, list(value.shape))))
+        view = add_call(graph, aten.slice.Tensor, (bucket, 0, start, stop))
+        views.append(add_call(graph, aten.view.default, (view, list(value.shape))))
         start = stop
     return views
 
@@ -318,8 +318,8 @@ def _slice_anew(graph: fx.Graph, neighbour: fx.Node) -> None:
     rows = neighbour.all_input_nodes
     shape = list(neighbour.meta["val"].shape)
     with graph.inserting_before(neighbour):
-        flat = in_one(graph, [row.all_input_nodes[0] for row in rows])
-        neighbour.replace_all_uses_with(computed(graph, aten.view.default, (flat, shape)))
+        flat = concatenate(graph, [row.all_input_nodes[0] for row in rows])
+        neighbour.replace_all_uses_with(add_call(graph, aten.view.default, (flat, shape)))
     graph.erase_node(neighbour)
     for row in rows:
         graph.erase_node(row)

@@ -38,7 +38,7 @@ from autopar.cost.simulator.graph_events import (
     off_path,
     op_seconds,
 )
-from autopar.ir.graph import copied, made, ordered
+from autopar.ir.graph import add_node, copy_graph, sort
 from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, elements_sent
 from autopar.passes.overlap.chunk_units import (
     MATMULS,
@@ -59,13 +59,13 @@ def chunk_units_of(graph: fx.Graph, units: Sequence[Unit]) -> fx.Graph:
     """Return a copy of the graph with these units of it in pieces; the graph itself without any."""
     if not units:
         return graph
-    chunked = copied(graph)
+    chunked = copy_graph(graph)
     twins = dict(zip(graph.nodes, chunked.nodes, strict=True))
     values: dict[Any, Any] = {}
     for unit in units:
         twin = Unit({twins[node]: cut for node, cut in unit.cut_of.items()}, unit.pieces)
         _ChunkWriter(chunked, twin, values).cut()
-    sorted_ = ordered(chunked)
+    sorted_ = sort(chunked)
     assert sorted_, "pieces wait for one another"
     return chunked
 
@@ -155,12 +155,12 @@ class _ChunkWriter:
     def _joined(self, parts: Sequence[fx.Node], own: Cut, value: torch.Tensor) -> fx.Node:
         """Return the uncut value: its pieces concatenated."""
         if own.outer == 1:
-            return made(self.graph, aten.cat.default, (list(parts), own.dim), value)
+            return add_node(self.graph, aten.cat.default, (list(parts), own.dim), value)
         shape = shape_of(parts[0])
         apart = [*shape[: own.dim], own.outer, shape[own.dim] // own.outer, *shape[own.dim + 1 :]]
         views = [self._call(aten.view.default, (part, apart)) for part in parts]
         side = self._call(aten.cat.default, (views, own.dim + 1))
-        return made(self.graph, aten.view.default, (side, list(value.shape)), value)
+        return add_node(self.graph, aten.view.default, (side, list(value.shape)), value)
 
     def _call(
         self, target: Any, arguments: tuple[Any, ...], more: Mapping[str, Any] | None = None
@@ -171,7 +171,7 @@ class _ChunkWriter:
         if key not in self.values:
             operands = fx.node.map_arg(arguments, value_of)
             self.values[key] = target(*operands, **more)
-        return made(self.graph, target, arguments, self.values[key], more)
+        return add_node(self.graph, target, arguments, self.values[key], more)
 
 
 def _shape_key(operand: Any) -> Any:

@@ -214,20 +214,20 @@ def _joinable(by_node: Mapping[fx.Node, Cut]) -> bool:
     return all(by_node.keys() >= n.users.keys() or value_of(n).is_contiguous() for n in by_node)
 
 
-def _sides(product: fx.Node, pieces: int) -> list[Cut]:
+def _sides(matmul: fx.Node, pieces: int) -> list[Cut]:
     """Return the cuts of a matmul by rows and by columns, the longer side first: narrow pieces are
     slow.
     """
-    shape = shape_of(product)
+    shape = shape_of(matmul)
     cuts = [Cut(dim) for dim in (len(shape) - 2, len(shape) - 1) if shape[dim] % pieces == 0]
     return sorted(cuts, key=lambda cut: -shape[cut.dim])
 
 
-def _to_sum_over_ranks(product: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
+def _to_sum_over_ranks(matmul: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
     """Return the cuts from a matmul to the sum over ranks behind it; {} where there is none. On
     gloo a reduce-scatter is an all-to-all and a sum of what arrives.
     """
-    cuts = _to_wait(product, cut, search)
+    cuts = _to_wait(matmul, cut, search)
     if not any(collective_of(node) == "all_to_all_single" for node in cuts):
         return cuts
     wait = next(reversed(cuts))
@@ -310,16 +310,16 @@ _MOVING = frozenset({aten.permute.default, aten.transpose.int, aten.squeeze.dim}
 
 
 def _enter_matmul(
-    product: fx.Node, left: fx.Node, cut: Cut, search: _Search, by_node: dict[fx.Node, Cut]
+    matmul: fx.Node, left: fx.Node, cut: Cut, search: _Search, by_node: dict[fx.Node, Cut]
 ) -> bool:
     """Add a matmul to `by_node` where `cut` cuts its rows, with the sum over ranks behind it;
     return whether it does.
     """
-    arguments = product.args[1:] if product.target is aten.addmm.default else product.args
-    rows = len(shape_of(product)) - 2
+    arguments = matmul.args[1:] if matmul.target is aten.addmm.default else matmul.args
+    rows = len(shape_of(matmul)) - 2
     if arguments[0] is not left or arguments[1] is left or cut.dim != rows:
         return False
-    by_node |= _to_sum_over_ranks(product, cut, search) or {product: cut}
+    by_node |= _to_sum_over_ranks(matmul, cut, search) or {matmul: cut}
     return True
 
 

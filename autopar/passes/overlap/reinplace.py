@@ -25,7 +25,7 @@ from torch import fx
 from autopar._compat import OpOverload
 from autopar.cost.simulator.buckets import SIZES
 from autopar.cost.simulator.graph_events import collective_of, is_wait, writes
-from autopar.ir.graph import computed, made
+from autopar.ir.graph import add_call, add_node
 from autopar.passes.overlap import DerivedGraph, GraphFacts, check_interface, collectives_in_order
 from autopar.world import World
 
@@ -126,10 +126,10 @@ def _added(graph: fx.Graph, node: fx.Node) -> bool:
     add = aten.add.Tensor if _goes_out(node) or value.nbytes > SIZES[-1] else aten.add_.Tensor
     with graph.inserting_before(node):
         running, *others = (
-            made(graph, aten.select.int, (rows, 0, i), total) for i in range(value.shape[0])
+            add_node(graph, aten.select.int, (rows, 0, i), total) for i in range(value.shape[0])
         )
         for row in others:
-            running = made(graph, add, (running, row), total)
+            running = add_node(graph, add, (running, row), total)
             add = aten.add_.Tensor
     running.meta = {**node.meta, "val": total}
     node.replace_all_uses_with(running)
@@ -307,19 +307,21 @@ def _fill(
     value, parts = bucket.meta["val"], bucket.all_input_nodes
     with graph.inserting_before(first):
         options = {"dtype": value.dtype, "device": value.device}
-        buffer = made(graph, aten.empty.memory_format, ([value.numel()],), value, options)
+        buffer = add_node(graph, aten.empty.memory_format, ([value.numel()],), value, options)
     bucket.replace_all_uses_with(buffer)
     start = 0
     for part, product in zip(parts, products, strict=True):
         stop = start + part.meta["val"].numel()
         with graph.inserting_before(product or bucket):
-            slot = computed(graph, aten.slice.Tensor, (buffer, 0, start, stop))
+            slot = add_call(graph, aten.slice.Tensor, (buffer, 0, start, stop))
             if product is None:
-                made(graph, aten.copy_.default, (slot, part), slot.meta["val"])
+                add_node(graph, aten.copy_.default, (slot, part), slot.meta["val"])
             else:
                 result = product.meta["val"]
-                slot = computed(graph, aten.view.default, (slot, list(result.shape)))
-                made(graph, aten.mm.out, product.args, result, {"out": slot}).meta = product.meta
+                slot = add_call(graph, aten.view.default, (slot, list(result.shape)))
+                add_node(
+                    graph, aten.mm.out, product.args, result, {"out": slot}
+                ).meta = product.meta
         start = stop
     graph.erase_node(bucket)
     for part, product in zip(parts, products, strict=True):

@@ -68,7 +68,7 @@ def _most_patient_run(events: Sequence[Event], freedom: Freedom) -> Run:
 
 def _most_ahead(events: Sequence[Event], freedom: Freedom) -> float:
     """Return the bytes that may be fetched before their use."""
-    largest = max((event.held_bytes for event in events if event.ahead), default=0.0)
+    largest = max((event.in_flight_bytes for event in events if event.ahead), default=0.0)
     return freedom.ahead * largest
 
 
@@ -126,8 +126,8 @@ def _reorder_to_fit(derived: DerivedGraph) -> None:
 
 class _LateOrder:
     """Places nodes one after the other: fetches right before their first use, waits as soon as
-    there is too little room. `order` holds the placed nodes, and `live` the bytes that are live as
-    each runs.
+    there is too little room. `order` holds the placed nodes, and `allocated_bytes` what is
+    allocated as each runs.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _LateOrder:
         self.staging = Staging(liveness)
         self.liveness, self.early, self.bound = liveness, early, bound
         self.left = {node: len(readers) for node, readers in liveness.readers.items()}
-        self.output_bytes = {node: liveness.bytes_made(node) for node in graph.nodes}
+        self.output_bytes = {node: liveness.new_bytes(node) for node in graph.nodes}
         self.waits: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # by issue
         for wait, issue in liveness.issues.items():
             self.waits[issue].append(wait)
@@ -146,7 +146,7 @@ class _LateOrder:
         self.flying: dict[fx.Node, None] = {}  # issued and not waited for, in order of issue
         self.coming: deque[fx.Node] = deque()  # nodes that are not in `early`, as scheduled
         self.order: list[fx.Node] = []
-        self.live_bytes: list[float] = []
+        self.allocated_bytes: list[float] = []
 
     def place(self, nodes: Iterable[fx.Node]) -> None:
         """Place all of these nodes, in their order but for those that are moved."""
@@ -232,7 +232,7 @@ class _LateOrder:
         self.order.append(node)
         self.now += self.output_bytes[node]
         self.staging.step(node)
-        self.live_bytes.append(self.now + self.staging.bytes)
+        self.allocated_bytes.append(self.now + self.staging.bytes)
         if node in self.waits:
             self.flying[node] = None
         issue = self.liveness.issues.get(node)
@@ -258,7 +258,7 @@ def _move_fetches_ahead(
     is room.
     """
     place = {node: number for number, node in enumerate(late.order)}
-    live = np.array(late.live_bytes)
+    live = np.array(late.allocated_bytes)
     scheduled_place = _anchors(scheduled, early, place)
     moved: dict[fx.Node, int] = {}
     before: dict[int, list[fx.Node]] = defaultdict(list)

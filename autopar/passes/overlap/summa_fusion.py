@@ -35,22 +35,22 @@ from autopar.cost.simulator.graph_events import (
     off_path,
 )
 from autopar.cost.simulator.step_events import ROOTED
-from autopar.ir.graph import computed, copied, ordered
+from autopar.ir.graph import add_call, copy_graph, sort
 from autopar.passes.overlap import (
     DerivedGraph,
     GraphFacts,
     check_interface,
     collectives_in_order,
+    concatenate,
     elements_sent,
     forget,
-    in_one,
     on_cpu,
 )
 from autopar.world import World
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 
-_PANELS_HELD = 2  # panels of one operand that SUMMA holds at a time
+_PANELS_AT_ONCE = 2  # panels of one operand that SUMMA holds at a time
 
 
 def summa_fusion(derived: DerivedGraph, world: World) -> DerivedGraph:
@@ -103,7 +103,7 @@ def panel_choices(derived: DerivedGraph, world: World) -> Iterator[fx.Graph]:
     off_critical_path = panels & off_path(listed)
     fewest = _count_collectives(graph)
     for together in (set[fx.Node](), off_critical_path, panels):
-        candidate = copied(graph)
+        candidate = copy_graph(graph)
         twins = dict(zip(graph.nodes, candidate.nodes, strict=True))
         _send_once(candidate)
         for kind, write in _WRITERS.items():
@@ -111,7 +111,7 @@ def panel_choices(derived: DerivedGraph, world: World) -> Iterator[fx.Graph]:
                 candidate, kind, {twins[node] for node in together}, most
             ):
                 write(candidate, members)
-        if _count_collectives(candidate) < fewest and ordered(candidate):
+        if _count_collectives(candidate) < fewest and sort(candidate):
             fewest = _count_collectives(candidate)
             yield candidate
 
@@ -157,7 +157,7 @@ def _complete_sets(
         if wanted.issuperset(members)
         and all(len(node.users) == 1 for node in members)
         and [_root(node) for node in members] == list(range(_ranks(members[0])))
-        and (len(members) <= _PANELS_HELD or sum(map(bytes_of, members)) <= most)
+        and (len(members) <= _PANELS_AT_ONCE or sum(map(bytes_of, members)) <= most)
     ]
 
 
@@ -228,11 +228,11 @@ def _gather(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     with graph.inserting_before(first):
         if not block.meta["val"].is_contiguous():
             options = {"memory_format": torch.contiguous_format}
-            block = computed(graph, aten.clone.default, (block,), options)
+            block = add_call(graph, aten.clone.default, (block,), options)
         arguments = (block, len(members), group_of(first))
         arrived = _send_and_wait(graph, functional.all_gather_into_tensor.default, arguments, first)
         panels = [
-            computed(graph, aten.slice.Tensor, (arrived, 0, t * rows, (t + 1) * rows))
+            add_call(graph, aten.slice.Tensor, (arrived, 0, t * rows, (t + 1) * rows))
             for t in range(len(members))
         ]
     for node, panel in zip(members, panels, strict=True):
@@ -248,14 +248,14 @@ def _scatter(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     last = members[-1]
     ranks, shape = len(members), list(last.meta["val"].shape)
     with graph.inserting_before(last):
-        flat = in_one(graph, [node.all_input_nodes[0] for node in members])
+        flat = concatenate(graph, [node.all_input_nodes[0] for node in members])
         if on_cpu(last):
-            rows = computed(graph, aten.view.default, (flat, [ranks, *shape]))
+            rows = add_call(graph, aten.view.default, (flat, [ranks, *shape]))
             arguments: tuple[Any, ...] = (rows, [1] * ranks, [1] * ranks, group_of(last))
             parts = _send_and_wait(graph, functional.all_to_all_single.default, arguments, last)
-            own_sum = computed(graph, aten.sum.dim_IntList, (parts, [0]))
+            own_sum = add_call(graph, aten.sum.dim_IntList, (parts, [0]))
         else:
-            rows = computed(graph, aten.view.default, (flat, [ranks * shape[0], *shape[1:]]))
+            rows = add_call(graph, aten.view.default, (flat, [ranks * shape[0], *shape[1:]]))
             arguments = (rows, "sum", ranks, group_of(last))
             own_sum = _send_and_wait(
                 graph, functional.reduce_scatter_tensor.default, arguments, last
@@ -285,9 +285,9 @@ def _send_and_wait(
     """Send a collective and return the node that waits for it. `of` gives its origin for
     timelines.
     """
-    sent = computed(graph, target, arguments)
+    sent = add_call(graph, target, arguments)
     sent.meta["custom"] = of.meta.get("custom", {})
-    return computed(graph, functional.wait_tensor.default, (sent,))
+    return add_call(graph, functional.wait_tensor.default, (sent,))
 
 
 _WRITERS: dict[str, Callable[[fx.Graph, Sequence[fx.Node]], None]] = {

@@ -47,7 +47,7 @@ from autopar.passes.trace.original import refuse_difference
 from autopar.passes.trace.reuse import Record, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
 from autopar.passes.trace.signature import check_call, signature_of
-from autopar.passes.trace.simplify import detached, simplify
+from autopar.passes.trace.simplify import detach, simplify
 
 KINDS: dict[InputKind, Literal["parameter", "buffer", "constant"]] = {
     InputKind.PARAMETER: "parameter",
@@ -104,8 +104,8 @@ def trace(
     signature = Signature(
         inputs=tuple(nodes.values()),
         outputs=tuple(_name_outputs(results, graph)),
-        in_spec=pytree.tree_structure((args, kwargs)),
-        out_spec=exported.out_spec,
+        in_tree=pytree.tree_structure((args, kwargs)),
+        out_tree=exported.out_tree,
         fixed=fixed,
         training=model.training,
         forward=signature_of(model),
@@ -160,9 +160,9 @@ def _read_inputs(
     user = [(node, spec) for node, spec in pairs if spec.kind is InputKind.USER_INPUT]
     entries, fixed = _user_inputs(user, leaves)
     other_pairs = [(node, spec) for node, spec in pairs if spec.kind is not InputKind.USER_INPUT]
-    values = _held_tensors(model, exported, originals)
+    values = _tensors_of(model, exported, originals)
     tensors: dict[str, torch.Tensor] = {}
-    entries |= _held_inputs(model, other_pairs, values, tensors)
+    entries |= _inputs_of(model, other_pairs, values, tensors)
     for node in placeholders:
         if node not in entries:
             exported.graph.erase_node(node)
@@ -199,7 +199,7 @@ def _path(path: pytree.KeyPath) -> str:
     return root + pytree.keystr(path[1:])
 
 
-def _held_tensors(
+def _tensors_of(
     model: nn.Module, exported: Captured, originals: dict[int, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return every tensor that the model holds or that export found in its code, by every name."""
@@ -213,7 +213,7 @@ def _held_tensors(
     return values
 
 
-def _held_inputs(
+def _inputs_of(
     model: nn.Module,
     pairs: list[tuple[fx.Node, InputSpec]],
     values: dict[str, torch.Tensor],
@@ -272,7 +272,7 @@ def _read_outputs(exported: Captured) -> list[Output]:
 def _cut(value: fx.Node) -> fx.Node:
     """Detach a buffer's new value: the next step must not reach into this one's backward."""
     with value.graph.inserting_after(value):
-        return detached(value)
+        return detach(value)
 
 
 def _name_outputs(results: list[Output], graph: fx.Graph) -> list[Output]:

@@ -24,7 +24,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar._compat import OpOverload, TorchDispatchMode, has_kernel, pytree, taken_apart
-from autopar.ir.graph import called
+from autopar.ir.graph import called_graphs
 from autopar.ir.program import Autocast, under_autocast
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def cast_in_composites(module: fx.GraphModule) -> None:
     that it calls.
     """
     for node in list(module.graph.nodes):
-        blocks = called(module, node)
+        blocks = called_graphs(module, node)
         if blocks:
             with ExitStack() as stack:
                 _enter_autocast(stack, node)

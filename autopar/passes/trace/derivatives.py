@@ -96,7 +96,7 @@ def graph_below_autograd(
     """Record a call of the model on fake tensors, which it holds as well, below autograd, where a
     derivative is a number of operators. `modes` gives what the forward is to run within.
     """
-    held = dict(_held_tensors(model))
+    held = dict(_tensors_of(model))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     facts: dict[str, Any] = {}
 
@@ -143,7 +143,7 @@ def twice_differentiable() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def _held_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
@@ -194,7 +194,7 @@ def forward_replaced(model: nn.Module, below: BelowAutograd) -> Iterator[None]:
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = dict(_held_tensors(model))
+        held = dict(_tensors_of(model))
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         with node_meta.preserve_node_meta():
             results = iter(_Replay(below.module).run(

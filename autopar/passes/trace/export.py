@@ -5,7 +5,7 @@ A model and the arguments of a call enter `capture`; the captured program leaves
 own tensors. No memory is allocated for values, and the model is restored afterwards. What a graph
 could not repeat (writes into parameters, padded samples that are packed, gradients that get lost)
 raises a TraceError that names the line and a remedy. `trace` calls `capture`; side_effects.py runs
-the model on the same `stand_ins`, and original.py uses `borrowed`.
+the model on the same `stand_ins`, and original.py uses `borrow`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from autopar._compat import (
     exporting,
     fake_mode,
     graphs_not_written_out,
-    masks_as_given,
     pytree,
     taken_apart,
+    without_mask_detection,
 )
 from autopar.errors import TraceError
 from autopar.ir.containers import register
 from autopar.ir.program import under_autocast, without_autocast
-from autopar.ops.custom_functions import Refused, honoured
+from autopar.ops.custom_functions import Refused, honour
 from autopar.ops.devices import home_of, of_inputs
 from autopar.passes.trace.autocast import cast_in_composites
 from autopar.passes.trace.derivatives import forward_replaced, graph_below_autograd
@@ -52,7 +52,7 @@ from autopar.passes.trace.torch_branches import (
     PACKED_ADVICE,
     branching_function,
     packs_sequences,
-    unbranched,
+    without_branches,
 )
 
 DATA_ADVICE = (
@@ -81,7 +81,7 @@ class Captured(NamedTuple):
     graph_module: fx.GraphModule  # has what the graph takes by its name
     graph_signature: ExportGraphSignature
     constants: dict[str, Any]
-    out_spec: pytree.TreeSpec
+    out_tree: pytree.TreeSpec
 
     @classmethod
     def of(cls, program: ExportedProgram) -> Captured:
@@ -102,7 +102,7 @@ def capture(
     this fails. Raises TraceError.
     """
     # Hooks are looked for on the model's own tensors, before others stand in for them.
-    with _name_model_in_refusals(model), honoured(model), stand_ins(model, args, kwargs) as fakes:
+    with _name_model_in_refusals(model), honour(model), stand_ins(model, args, kwargs) as fakes:
         try:
             export = _export_derivatives if derivatives else _export
             exported = export(model, fakes)
@@ -115,7 +115,7 @@ def capture(
         except (TraceError, Refused):
             raise
         except Exception as error:
-            raise explained(model, error) from error
+            raise explain(model, error) from error
     _refuse_mutations(model, captured)
     return captured, fakes.originals
 
@@ -179,9 +179,9 @@ def stand_ins(
         torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
     )
     with (
-        unbranched(model), _quiet(), torch.enable_grad(), masks_as_given(),
+        without_branches(model), _quiet(), torch.enable_grad(), without_mask_detection(),
         graphs_not_written_out(),
-        borrowed(model, lambda x: _fake(mode, x, home)) as originals,
+        borrow(model, lambda x: _fake(mode, x, home)) as originals,
     ):  # fmt: skip
         try:
             yield StandIns(mode, args, kwargs, originals)
@@ -318,7 +318,7 @@ def _fake(
 
 
 @contextmanager
-def borrowed(
+def borrow(
     model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Put what `make` returns in the place of each of the model's tensors, and restore the model at
@@ -367,7 +367,7 @@ def _replace_tensors(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence what export prints of its inner workings; `explained` reports its errors."""
+    """Silence what export prints of its inner workings; `explain` reports its errors."""
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -439,7 +439,7 @@ def _write_error(model: nn.Module, name: str, where: str) -> TraceError:
     return refusal(model, reason, where, "Work on a clone of it, or register it as a buffer.")
 
 
-def explained(model: nn.Module, error: Exception) -> TraceError:
+def explain(model: nn.Module, error: Exception) -> TraceError:
     """Return a TraceError for an error of export or of the model itself, with the user's line."""
     if packs_sequences(error):
         reason = "the shapes of packed sequences depend on their lengths, the values of a tensor"

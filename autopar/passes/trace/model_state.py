@@ -242,10 +242,10 @@ def refuse_registered(model: nn.Module) -> None:
 
 def _join_names(hooks: Any) -> str:
     """Return the names of these hooks, separated by commas."""
-    return ", ".join(named(hook) for hook in hooks.values())
+    return ", ".join(hook_name(hook) for hook in hooks.values())
 
 
-def named(hook: Any) -> str:
+def hook_name(hook: Any) -> str:
     """Return a hook's name, with the file and line of its code."""
     code = getattr(hook, "__code__", None)
     name = getattr(hook, "__qualname__", None) or repr(hook)
@@ -264,7 +264,9 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _REGISTER_ON_TENSOR:
             hook = args[1] if len(args) > 1 else kwargs.get("hook")
-            raise self._place().refuse(f"registers the hook {named(hook)} on a tensor", HOOK_ADVICE)
+            raise self._place().refuse(
+                f"registers the hook {hook_name(hook)} on a tensor", HOOK_ADVICE
+            )
         result = func(*args, **kwargs)
         if func == _GET_GRAD_FN and result is not None and _hands_out(_caller()):
             return _Node(result, self._place())
@@ -283,7 +285,7 @@ class Watch(TorchFunctionMode):
         def refuse(hooks: saved_tensors_hooks) -> Any:
             if type(hooks).__module__.startswith("torch.") and type(hooks) is not plain:
                 return enter(hooks)
-            what = f"packs saved tensors by the hook {named(hooks.pack_hook)}"
+            what = f"packs saved tensors by the hook {hook_name(hooks.pack_hook)}"
             raise self._place().refuse(what, HOOK_ADVICE)
 
         saved_tensors_hooks.__enter__ = refuse  # type: ignore[method-assign]
@@ -325,5 +327,5 @@ class _Node:
         return tuple((node and _Node(node, self._place), number) for node, number in attribute)
 
     def _refuse(self, hook: Any) -> None:
-        what = f"registers the hook {named(hook)} on the autograd node {self._node.name()}"
+        what = f"registers the hook {hook_name(hook)} on the autograd node {self._node.name()}"
         raise self._place.refuse(what, HOOK_ADVICE)

@@ -24,7 +24,7 @@ from autopar.errors import VerificationError
 from autopar.ir.program import Program, without_autocast
 from autopar.ops.devices import CPU, home_of, of_inputs, on_device
 from autopar.passes.trace.derivatives import twice_differentiable
-from autopar.passes.trace.export import borrowed, refusal, trail
+from autopar.passes.trace.export import borrow, refusal, trail
 from autopar.passes.trace.signature import bind
 
 FLOPS = 1e11  # a model whose step takes more is not run on one device
@@ -274,7 +274,7 @@ def _fixed_draws(tensors: list[Tensor], alike: bool) -> Iterator[_Draws]:
 
 def _of_model(model: nn.Module, inputs: Inputs, copy: Callable[[Tensor], Tensor]) -> _StepResult:
     """Run the step of the model itself on copies of its tensors."""
-    with borrowed(model, copy):
+    with borrow(model, copy):
         args, kwargs = own = pytree.tree_map_only(Tensor, copy, inputs)
         results = _named_tensors(model(*args, **kwargs), "result ")
         _backward(results)
@@ -298,7 +298,7 @@ def _of_program(program: Program, inputs: Inputs, copy: Callable[[Tensor], Tenso
             leaves.append(value)
         elif isinstance(value, Tensor):
             buffers[f"buffer {output.target}"] = value
-    results = _named_tensors(pytree.tree_unflatten(leaves, program.signature.out_spec), "result ")
+    results = _named_tensors(pytree.tree_unflatten(leaves, program.signature.out_tree), "result ")
     _backward(results)
     parameters = {
         e.target: tensors[e.target] for e in program.signature.inputs if e.target in tensors

@@ -45,7 +45,7 @@ from autopar._compat import (
     pytree,
     without_torch_functions,
 )
-from autopar.ir.graph import copied
+from autopar.ir.graph import copy_graph
 from autopar.ir.program import Program
 from autopar.ops.experts import experts_op
 from autopar.passes.trace.attribute_reads import AttributeReads
@@ -157,7 +157,7 @@ def _name(func: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _Trace:
     """A trace: the facts and calls that it was made of, and the program without tensors."""
 
     facts: Any
@@ -167,8 +167,8 @@ class _Kept:
 
 # The last traces of each model, the newest last: a step in micro-batches has two, that of the whole
 # batch and that of one part, and a search for their number has those of several.
-_KEPT: weakref.WeakKeyDictionary[nn.Module, list[_Kept]] = weakref.WeakKeyDictionary()
-_MOST_KEPT = 4
+_TRACES: weakref.WeakKeyDictionary[nn.Module, list[_Trace]] = weakref.WeakKeyDictionary()
+_MOST_TRACES = 4
 
 
 def keep(
@@ -192,8 +192,8 @@ def keep(
         facts = _facts(model, args, kwargs)
     except Doubtful:
         return
-    others = [kept for kept in _KEPT.get(model, []) if kept.facts != facts]
-    _KEPT[model] = [*others, _Kept(facts, record.calls, _copy(to, {}))][-_MOST_KEPT:]
+    others = [kept for kept in _TRACES.get(model, []) if kept.facts != facts]
+    _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, {}))][-_MOST_TRACES:]
 
 
 def traced_before(
@@ -202,11 +202,11 @@ def traced_before(
     """Return the program that the model was traced as before, with the tensors that it holds now;
     None where it was not, or where it or the call may have changed since.
     """
-    if model not in _KEPT:
+    if model not in _TRACES:
         return None
     try:
         facts = _facts(model, args, kwargs)
-        kept = next((each for each in _KEPT[model] if each.facts == facts), None)
+        kept = next((each for each in _TRACES[model] if each.facts == facts), None)
         if kept is None:
             return None
         reads = AttributeReads(model)
@@ -226,7 +226,7 @@ def traced_before(
 
 def _copy(program: Program, tensors: dict[str, torch.Tensor]) -> Program:
     """Return the program with a graph of its own and these tensors."""
-    module = fx.GraphModule(program.module, copied(program.module.graph))
+    module = fx.GraphModule(program.module, copy_graph(program.module.graph))
     return replace(program, module=module, tensors=tensors)
 
 
@@ -237,7 +237,7 @@ def _calls_now(
     refuse_registered(model)
     record, watch = Record(model), Watch(model)
     with (
-        _generators_kept(), stand_ins(model, args, kwargs) as fakes, watch.saved(),
+        _preserve_generators(), stand_ins(model, args, kwargs) as fakes, watch.saved(),
         fakes.mode, exporting(), redirect_stdout(io.StringIO()), watch, record, reads,
     ):  # fmt: skip
         model(*fakes.args, **fakes.kwargs)
@@ -245,7 +245,7 @@ def _calls_now(
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def _preserve_generators() -> Iterator[None]:
     """Leave the generators of random numbers as they are."""
     numpy, state = sys.modules.get("numpy"), random.getstate()
     numpy_state = None if numpy is None else numpy.random.get_state()

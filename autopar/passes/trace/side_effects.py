@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autopar._compat import FakeTensor, exporting, pytree, unwrapped, version_of, without_modes
+from autopar._compat import FakeTensor, exporting, pytree, unwrap, version_of, without_modes
 from autopar.errors import TraceError
 from autopar.passes.trace.export import StandIns, refusal, stand_ins, trail
 from autopar.passes.trace.model_state import _VALUES, Snapshot, snapshot
@@ -93,12 +93,12 @@ def _call_twice(
     inputs = [v for v in pytree.tree_leaves((fakes.args, fakes.kwargs)) if _is_tensor(v)]
     by_id = {id(value): value for value in (*dict(named).values(), *inputs)}
     buffers = [(m._buffers, dict(m._buffers)) for m in model.modules()]
-    changes = {name: (value, version_of(value)) for name, value in model.named_buffers()}
+    mutations = {name: (value, version_of(value)) for name, value in model.named_buffers()}
     try:
         first = _Calls(by_id)
         if not _called(model, fakes, first, recorders):
             return [], set()
-        written = {n for n, (value, count) in changes.items() if version_of(value) > count}
+        written = {n for n, (value, count) in mutations.items() if version_of(value) > count}
         after = snapshot(model, lambda value: id(value) in before.tensors)
         _refuse_gradients(model, flags)
         for registry, content in buffers:  # what is assigned to a buffer is its new value
@@ -107,7 +107,7 @@ def _call_twice(
         second = _Calls(by_id, first, after.tensors, _listed(before.changed(after), before, after))
         with _other_clock(model):
             _called(model, fakes, second)
-        _refuse_changes(model, after, snapshot(model, lambda value: id(value) in before.tensors))
+        _refuse_mutations(model, after, snapshot(model, lambda value: id(value) in before.tensors))
     finally:
         before.restore()
     return [*first.tensors, *second.tensors], written
@@ -194,7 +194,7 @@ class _Calls(TorchFunctionMode):
             self._differ(self.done[-1], self.earlier.done[len(self.done)])
 
     def _mark(self, value: torch.Tensor, mark: tuple[int, int | None]) -> None:
-        value = unwrapped(value)
+        value = unwrap(value)
         if id(value) not in self.known and isinstance(value, FakeTensor):
             setattr(value, _MARK, mark)
 
@@ -225,7 +225,7 @@ class _Calls(TorchFunctionMode):
         """Return what two calls are compared by; ("tensor", …) depends on more than constants."""
         if not isinstance(leaf, torch.Tensor):
             return _described(leaf)
-        leaf = unwrapped(leaf)
+        leaf = unwrap(leaf)
         if id(leaf) in self.known:
             return ("tensor", "held", self.names[id(leaf)])
         number, constant = getattr(leaf, _MARK, (self.number, None))
@@ -299,11 +299,11 @@ def _shown(described: Any) -> str:
     return str(described[-1])
 
 
-def _refuse_changes(model: nn.Module, first: Snapshot, second: Snapshot) -> None:
+def _refuse_mutations(model: nn.Module, first: Snapshot, second: Snapshot) -> None:
     """Refuse a model in which the second call left other values than the first."""
-    changes = first.changed(second)
-    if changes:
-        listed = _listed(changes, first, second)
+    mutations = first.changed(second)
+    if mutations:
+        listed = _listed(mutations, first, second)
         reason = f"every call of forward changes {listed}, which is no buffer"
         raise refusal(model, reason, "", BUFFER_ADVICE)
 

@@ -98,10 +98,10 @@ def bind(
     no tensor has another value.
     """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    if spec != program.signature.in_spec:
+    if spec != program.signature.in_tree:
         raise InputError(
             f"the inputs have another structure than the traced ones:\n  {spec}\n"
-            f"where {program.signature.in_spec} was traced"
+            f"where {program.signature.in_tree} was traced"
         )
     for position, value in program.signature.fixed:
         if leaves[position] != value:

@@ -53,7 +53,7 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     module.graph.erase_node(node)
 
 
-def detached(node: fx.Node) -> fx.Node:
+def detach(node: fx.Node) -> fx.Node:
     """Return a new node at the graph's insertion point: `node` without its gradient."""
     cut = node.graph.call_function(aten.detach.default, (node,))
     cut.meta = dict(node.meta)

@@ -3,11 +3,11 @@ others are named, with what to write instead.
 
 Example: `F.gaussian_nll_loss` raises where a variance is negative, so export cannot follow it; its
 formula alone can be traced. `F.ctc_loss` becomes one operator. An `nn.AdaptiveLogSoftmaxWithLoss`
-picks the rows of each cluster, whose number depends on the targets: `unbranched` computes every
-cluster for every row. A batch norm with `momentum` None divides by the number of batches so far. A
-`torch.distributions.Normal` checks its arguments: `unbranched` turns that off. export.py calls
-`BRANCHLESS` and `unbranched` while it traces, `branching_function` and `packs_sequences` where a
-trace failed.
+picks the rows of each cluster, whose number depends on the targets: `without_branches` computes
+every cluster for every row. A batch norm with `momentum` None divides by the number of batches
+so far. A `torch.distributions.Normal` checks its arguments: `without_branches` turns that off.
+export.py calls `BRANCHLESS` and `without_branches` while it traces, `branching_function` and
+`packs_sequences` where a trace failed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ BRANCHLESS: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: ctc_loss,
 }
 
-_TOLD: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that a warning has mentioned
+_WARNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the models that a warning has mentioned
 
 
 class _Unchecked:
@@ -181,15 +181,15 @@ class _Unchecked:
     says False, and remembers that it was asked.
     """
 
-    is_asked = False
+    was_read = False
 
     def __get__(self, instance: Distribution | None, owner: type[Distribution]) -> bool:
-        self.is_asked = True
+        self.was_read = True
         return False
 
 
 @contextmanager
-def unbranched(model: nn.Module) -> Iterator[None]:
+def without_branches(model: nn.Module) -> Iterator[None]:
     """For the time of this context, let distributions take their arguments unchecked, as the checks
     branch on values, and let modules of torch that branch have the forwards above. The first time
     for a model that has distributions or adaptive softmaxes, this warns.
@@ -219,20 +219,20 @@ def unbranched(model: nn.Module) -> Iterator[None]:
                 del kind.forward
             else:
                 kind.forward = forward
-    told: list[str] = []
-    if checks is True and unchecked.is_asked:
-        told.append(
+    mentioned: list[str] = []
+    if checks is True and unchecked.was_read:
+        mentioned.append(
             "has torch.distributions: the parallel model does not check their arguments "
             "(Distribution.set_default_validate_args(False) says so too)"
         )
     if nn.AdaptiveLogSoftmaxWithLoss in called:
-        told.append(
+        mentioned.append(
             "has an AdaptiveLogSoftmaxWithLoss: the parallel model computes every cluster for "
             "every row, as it cannot branch on the targets, and gives NaN for a target out of range"
         )
-    if told and model not in _TOLD:
-        _TOLD.add(model)
-        for text in told:
+    if mentioned and model not in _WARNED:
+        _WARNED.add(model)
+        for text in mentioned:
             warnings.warn(f"{type(model).__name__} {text}", stacklevel=2)
 
 

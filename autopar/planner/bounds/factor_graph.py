@@ -28,7 +28,7 @@ from autopar.ir.graph import (
     module_path,
     numbered_block,
     producer,
-    remembered,
+    remember,
     repeats,
 )
 from autopar.ir.layout import Element
@@ -45,7 +45,7 @@ from autopar.ir.strategy import AxisChoice, PartialPassThrough, Slot, free_choic
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.regions import Known, Region, Regions
 
-WHOLE, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots follow
+INVARIANT, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots follow
 
 
 class AxisOption(NamedTuple):
@@ -102,13 +102,13 @@ class Edge:
     value: Value
     kind: Kind
     maker: Variable
-    made: tuple[int, ...]
+    produced: tuple[int, ...]
     user: Variable
     wanted: tuple[int, ...]
     look: Hashable = field(init=False)  # equal for edges whose costs are the same
 
     def __post_init__(self) -> None:
-        self.look = self.kind, self.made, self.wanted
+        self.look = self.kind, self.produced, self.wanted
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def frame(program: Program) -> Frame:
     searches for every layout and world read the same one.
     """
     reads = program.annotations, program.signature
-    return remembered(
+    return remember(
         program.module.graph, "factor graph", reads, _Builder(program).build, program.counting
     )
 
@@ -185,7 +185,7 @@ class _Builder:
         kind = self.kind(value)
         may_split = parameter and not self.notes.replicated_parameters
         slots = range(FIRST_SLOT, FIRST_SLOT + len(kind.slots)) if may_split else ()
-        states = (WHOLE if kind.element.gradient else REPLICATED, *slots)
+        states = (INVARIANT if kind.element.gradient else REPLICATED, *slots)
         variable = Variable(
             node.name,
             states,
@@ -224,11 +224,11 @@ class _Builder:
             if isinstance(choice, PartialPassThrough):
                 return PARTIAL if index is None or index in choice.operands else REPLICATED
             if not isinstance(choice, Slot):
-                return {"I": WHOLE, "R": REPLICATED, "P": PARTIAL}[choice.kind]
+                return {"I": INVARIANT, "R": REPLICATED, "P": PARTIAL}[choice.kind]
             if any(choice.factor in dim for dim in dims):
                 return FIRST_SLOT + slot_number(dims, factors, choice)
             if index is None:
-                return WHOLE if choice.factor in rule.shared else PARTIAL
+                return INVARIANT if choice.factor in rule.shared else PARTIAL
             added_once = index in rule.added and choice.factor in rule.sum
             return PARTIAL if added_once else REPLICATED
 
@@ -299,7 +299,7 @@ class _Builder:
             kind = self.kind(value)
             unsharded = output.kind == "mutation" or not kind.shape or self.notes.replicated_outputs
             slots = () if unsharded else range(FIRST_SLOT, FIRST_SLOT + len(kind.slots))
-            handed[value].append((WHOLE, *slots))
+            handed[value].append((INVARIANT, *slots))
         return handed
 
     # -- facts -------------------------------------------------------------------------------------

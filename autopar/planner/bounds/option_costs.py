@@ -265,7 +265,7 @@ class OptionCosts:
             ]
             narrowed: list[AxisChoice] = fitting
             if role is not None:
-                narrowed = constraint.narrow_one(role, spec, factors, fitting) or fitting
+                narrowed = constraint.narrow_axis(role, spec, factors, fitting) or fitting
                 if eased:
                     narrowed = [*narrowed, *(c for c in fitting if not isinstance(c, Slot))]
             self._axis_known[key] = np.array([c in narrowed for c in choices])
@@ -295,7 +295,7 @@ class OptionCosts:
         if spec.product and None in unique:
             legal &= ~(self._wasteful(spec, factors, unique) & self._free(node))
         if has_weight(spec):
-            legal = self._kept_apart(node, spec, unique, legal)
+            legal = self._only_apart(node, spec, unique, legal)
         return legal
 
     def _free(self, node: fx.Node) -> Bools:
@@ -317,7 +317,7 @@ class OptionCosts:
                     wasteful = wasteful | (fits & along(idle, a, self.meshes.axis_count))
         return wasteful
 
-    def _kept_apart(
+    def _only_apart(
         self, node: fx.Node, rule: OpShardingRule, unique: list[Slot | None], legal: Bools
     ) -> Bools:
         """Return the joint options without those in which an axis that must stay apart shares its

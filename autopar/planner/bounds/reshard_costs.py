@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from autopar.cost.many_meshes import BIG, Meshes
 from autopar.ir.layout import ORDER, TRAFFIC
-from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, INVARIANT, PARTIAL, REPLICATED, Kind
 
 Floats = NDArray[np.float32]
 Places = tuple[int, ...]
-_LETTER = {WHOLE: "I", REPLICATED: "R", PARTIAL: "P"}
+_LETTER = {INVARIANT: "I", REPLICATED: "R", PARTIAL: "P"}
 _SLICES = tuple(kind for kind in ORDER if kind in ("I->S", "R->S", "P->S"))
 _GATHERS = tuple(kind for kind in ORDER if kind in ("S->P", "S->I", "S->R"))
 _STEPS = {"S->R->S": ("S->R", "R->S")}
@@ -150,13 +150,13 @@ class ReshardBounds:
         for axis in _EVERY_ORDER.get(count, tuple(everywhere) * count):
             yield [change for kind in _SLICES for change in self._of(kind, axis)]
         for kind in _NEUTRAL:
-            yield from self._one_by_one(kind)
+            yield from self._steps_of_axes(kind)
         for axis in everywhere:
             yield [*self._of("S->S", axis), *self._room(axis)]
         for kind in _GATHERS:
-            yield from self._one_by_one(kind)
+            yield from self._steps_of_axes(kind)
 
-    def _one_by_one(self, kind: str) -> Iterator[list[_Change]]:
+    def _steps_of_axes(self, kind: str) -> Iterator[list[_Change]]:
         for axis in range(self.meshes.axis_count):
             yield list(self._of(kind, axis))
 

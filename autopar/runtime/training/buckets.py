@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 
 from autopar.errors import InputError
 
-ASKED = (
+USAGE = (
     "give par.loader(…, buckets=(512, 1024), lengths=[len(row) for row in dataset], pad=(0, -100))"
 )
 
@@ -70,7 +70,7 @@ def buckets_of(
     if len(missing) == len(arguments):
         return None
     if missing:
-        raise InputError(f"padded sequences need {' and '.join(missing)} too: {ASKED}")
+        raise InputError(f"padded sequences need {' and '.join(missing)} too: {USAGE}")
     return Buckets(cast(Sequence[int], sizes), cast(Sequence[int], lengths), pad, rows)
 
 
@@ -80,8 +80,8 @@ class PaddedRows(Dataset[Any]):
     def __init__(self, dataset: Dataset[Any], buckets: Buckets) -> None:
         self._dataset, self._buckets = dataset, buckets
 
-    def __getitem__(self, asked: tuple[int, int]) -> Any:
-        row, size = asked
+    def __getitem__(self, request: tuple[int, int]) -> Any:
+        row, size = request
         return self._buckets.padded(self._dataset[row], row, size)
 
 

@@ -138,7 +138,7 @@ class CallGraphs:
     # -- planning ----------------------------------------------------------------------------------
     def _new_graph(self, args: Any, kwargs: Any) -> StepGraph:
         """Plan the graph of another kind of call. Collective."""
-        changes = self._states[self.first].changes()
+        changes = self._states[self.first].differences()
         device = self.first.device
         kind = CallKind.of(self._module.training, device, args, kwargs, changes)
         self.watch.agree(f"a call in {kind}")

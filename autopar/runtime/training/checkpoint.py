@@ -90,7 +90,7 @@ class Checkpoints:
         self._model, self._optimizer, self._others = model, optimizer, others
         self._lock = threading.Lock()
         self._group: dist.ProcessGroup | None = None
-        self._under_way: tuple[Future[Any], Callable[[], None]] | None = None
+        self._pending: tuple[Future[Any], Callable[[], None]] | None = None
 
     # -- writing -----------------------------------------------------------------------------------
     def save(self, step: int) -> None:
@@ -113,7 +113,7 @@ class Checkpoints:
             self._group = self._group or dist.new_group(backend="gloo")
             written = dcp.async_save(state, checkpoint_id=partial, process_group=self._group)
             assert isinstance(written, Future)
-            self._under_way = written, finish
+            self._pending = written, finish
             written.add_done_callback(lambda done: None if done.exception() else finish())
             return
         with _alone_is_meant():
@@ -122,9 +122,9 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait until the checkpoint under way is written. Collective. Raises what went wrong."""
-        if self._under_way is not None:
-            written, finish = self._under_way
-            self._under_way = None
+        if self._pending is not None:
+            written, finish = self._pending
+            self._pending = None
             ranks.together("writing the checkpoint", written.result)
             ranks.together("finishing the checkpoint", finish)
 

@@ -250,14 +250,14 @@ class _Run:
             self._first[name]: number
             for number, step in enumerate(steps)
             for name in step.writes
-            if self._is_kept(step, name)
+            if self._counts(step, name)
         }
         # The generator's states before steps that may run again, made at once: small tensors in
         # between would keep the memory of those that are freed from being used again.
         again = [
             number
             for number, step in enumerate(steps)
-            if not all(self._is_kept(step, name) for name in step.writes)
+            if not all(self._counts(step, name) for name in step.writes)
         ]
         states = torch.get_rng_state().repeat(len(again), 1)
         self._generator = dict(zip(again, states, strict=True))
@@ -274,15 +274,15 @@ class _Run:
                     self._put(step, name, self._earlier(number, name))
             step.init(step.module)
             for name in step.writes:
-                kept, first = self._is_kept(step, name), self._first[name]
-                if kept and self._until[first] > number:
+                counts, first = self._counts(step, name), self._first[name]
+                if counts and self._until[first] > number:
                     continue
                 value = _tensor_at(self._model, name)
-                if kept and not value.is_meta:  # one of several names has been handed on
+                if counts and not value.is_meta:  # one of several names has been handed on
                     take(first, value.detach())
                 self._put(step, name, self._empty[name])
 
-    def _is_kept(self, step: _Step, name: str) -> bool:
+    def _counts(self, step: _Step, name: str) -> bool:
         """Whether what a step writes here counts. Constructors of modules that share a tensor each
         draw their own, of which the first one's counts; afterwards they share it.
         """
@@ -299,7 +299,7 @@ class _Run:
         """
         step, first = self._steps[number], self._first[name]
         memory = _memory_for(self._empty[name])
-        if name in step.over or not self._is_kept(step, name):
+        if name in step.over or not self._counts(step, name):
             return memory
         generator = torch.get_rng_state()
         for writer in self._writers.get(first, ()):

@@ -152,7 +152,7 @@ class InputsWatch:
 
     def _who_stays_away(self, beating: Pulse, key: str, silent: Sequence[int]) -> str:
         come = [beating.store.check([f"{key}/{number}"]) for number in range(beating.size)]
-        away = ranks.named([number for number, is_here in enumerate(come) if not is_here])
+        away = ranks.names_of([number for number, is_here in enumerate(come) if not is_here])
         where = positions(beating.signs())
         if silent:
             why = missing(silent)
@@ -181,7 +181,7 @@ def _judge(reports: Sequence[str]) -> dict[str, Any]:
 
 
 def _refusal_text(verdict: dict[str, Any], since: int, until: int) -> str:
-    odd = ranks.named(verdict["odd"])
+    odd = ranks.names_of(verdict["odd"])
     if verdict["error"]:
         return f"{odd} refused call {until}: {verdict['error']}"
     if verdict["kinds"]:
@@ -200,7 +200,7 @@ def _refusal_text(verdict: dict[str, Any], since: int, until: int) -> str:
     calls = f"call {until}" if since == until else f"calls {since} to {until}"
     return (
         f"the ranks are called with different inputs: in {calls} {odd} got other numbers than "
-        f"{ranks.named(verdict['others'])}. Every rank takes the same global batch and cuts out "
+        f"{ranks.names_of(verdict['others'])}. Every rank takes the same global batch and cuts out "
         "its own part: take the DistributedSampler out and shuffle with the same seed on all "
         "ranks; or give each rank its own part only, as the DTensors that `par.shard` makes"
     )

@@ -2,7 +2,7 @@
 
     state = ModuleState(par, graph.signature.reads)    # when the graph is traced
     state.holds()                                      # at every call
-    state.changes()                                    # ["blocks.0.disabled is True, was False"]
+    state.differences()                                # ["blocks.0.disabled is True, was False"]
 
 Compared is what the forward has read (passes/trace/attribute_reads.py): attributes, with what their
 lists, dicts and plain objects contain; besides, in every module, its class, its submodules and its
@@ -55,7 +55,7 @@ class _Attributes(NamedTuple):
     """
 
     module: str
-    held: dict[str, Any]
+    namespace: dict[str, Any]
     names: list[str]
     first: int
 
@@ -97,11 +97,11 @@ class ModuleState:
         self._all_contents: _Contents | None = None  # in one, until one of them is another
         self._leaves: dict[Path, Leaves] = {}
         for where, names in _names_by_module(modules, self._reads).items():
-            held = modules[where].__dict__
-            self._attributes.append(_Attributes(where, held, names, len(self._keys)))
+            namespace = modules[where].__dict__
+            self._attributes.append(_Attributes(where, namespace, names, len(self._keys)))
             for name in names:
-                value = held.get(name, _ABSENT)
-                self._getters.append(held.get)
+                value = namespace.get(name, _ABSENT)
+                self._getters.append(namespace.get)
                 self._keys.append(name)
                 self._values.append(value)
                 self._describe((where, name), value)
@@ -131,7 +131,7 @@ class ModuleState:
             self._changed_classes()
         )
 
-    def changes(self) -> list[str]:
+    def differences(self) -> list[str]:
         """Return what is other than it was, a phrase for each attribute, alike on all ranks. A
         module that is in the mode of the root is none: the mode of a call is said once.
         """
@@ -187,9 +187,9 @@ class ModuleState:
         """Yield each attribute that is other than it was, with its value and its value then."""
         absent = _ABSENT
         for group in self._attributes:
-            held, values = group.held, self._values
+            namespace, values = group.namespace, self._values
             for place, name in enumerate(group.names, group.first):
-                now, before = held.get(name, absent), values[place]
+                now, before = namespace.get(name, absent), values[place]
                 if now is not before or (
                     (group.module, name) in self._contents
                     and not self._contents[group.module, name].same()

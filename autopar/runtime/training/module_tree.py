@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from autopar.errors import PlanError
-from autopar.passes.trace.export import borrowed
+from autopar.passes.trace.export import borrow
 
 STATE = "_autopar"  # the attribute of the root that has what a parallel module needs
 _TRACED_HOOKS = (
@@ -197,5 +197,5 @@ def as_written(
             return nn.Parameter(empty, requires_grad=trains(tensor))
         return empty.requires_grad_(tensor.requires_grad)
 
-    with root.restored(tree), borrowed(tree, without_numbers):
+    with root.restored(tree), borrow(tree, without_numbers):
         yield tree

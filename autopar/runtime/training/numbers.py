@@ -25,7 +25,7 @@ from torch import fx, nn
 
 from autopar._compat import pytree
 from autopar.errors import TraceError
-from autopar.ir.graph import copied
+from autopar.ir.graph import copy_graph
 from autopar.ir.program import Input, Program
 from autopar.passes.trace.signature import as_planned_call
 from autopar.planner.tracing import Call, trace_model
@@ -55,10 +55,10 @@ def changed_numbers(
     its arguments as the graph has them; no number where it differs in something else, too.
     """
     signature = graph.signature
-    leaves = as_planned_call(signature.forward, signature.in_spec, *call)
+    leaves = as_planned_call(signature.forward, signature.in_tree, *call)
     if leaves is None or module.training != signature.training:
         return [], call
-    call = Call(*pytree.tree_unflatten(leaves, signature.in_spec))
+    call = Call(*pytree.tree_unflatten(leaves, signature.in_tree))
     paths = pytree.tree_flatten_with_path(tuple(call))[0]
     numbers = []
     for position, planned in signature.fixed:
@@ -135,7 +135,7 @@ def _with_inputs(
     operands = _operands(special.module.graph, general.module.graph, computed)
     if operands is None:
         return None
-    graph = copied(special.module.graph)
+    graph = copy_graph(special.module.graph)
     by_name = {node.name: node for node in graph.nodes}
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     entries, tensors, copies = [], dict(special.tensors), dict[fx.Node, fx.Node]()

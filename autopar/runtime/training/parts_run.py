@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.deferred_backward import Form
+from autopar.runtime.reusing_forward import StepWeights
 
 
 def batch_program(program: Program, parts: Parts) -> Program:
@@ -81,7 +83,7 @@ class PartsRun:
         self._layouts, self._returned = program.layouts, program.signature.outputs
         self._blocks = self._row_blocks(program)
         assert program.plan is not None
-        self._sums_once = program.plan.sums_once
+        self._sums_once, self._gathers_once = program.plan.sums_once, program.plan.gathers_once
         self._at_once = 2 if program.plan.interleaved else 1  # parts in one run of the graph
 
     # -- the graphs that run, for who asks ---------------------------------------------------------
@@ -122,12 +124,12 @@ class PartsRun:
             return own.narrow(0, part * size, size)
         return own.unflatten(0, (blocks, self.count, -1))[:, part].flatten(0, 1)
 
-    def _joined(self, node: str, found: Sequence[Tensor]) -> Tensor:
+    def _joined(self, node: str, rows: Sequence[Tensor]) -> Tensor:
         """Return the rows of all parts in the order in which this rank holds those of the batch."""
         blocks = self._blocks // math.prod(s for _, s in _row_axes(self._layouts[node]))
         if blocks == 1:
-            return torch.cat(list(found))
-        each = [x.unflatten(0, (blocks, -1)) for x in found]
+            return torch.cat(list(rows))
+        each = [x.unflatten(0, (blocks, -1)) for x in rows]
         return torch.stack(each, 1).flatten(0, 2)
 
     # -- one step ----------------------------------------------------------------------------------
@@ -201,11 +203,11 @@ class PartsRun:
         assert isinstance(gathered, DTensor)
         return gathered.full_tensor().to(own.dtype)
 
-    def _combined(self, found: Sequence[Sequence[Any]]) -> list[Any]:
+    def _combined(self, per_part: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results of the step, of those of its parts."""
         results: list[Any] = []
         for place, (output, state) in enumerate(self._results()):
-            each = [part[place] for part in found]
+            each = [part[place] for part in per_part]
             if state == "rows":
                 results.append(self._joined(str(output.node), each))
             else:
@@ -222,21 +224,36 @@ class PartsRun:
         named = [leaves.get(i, x) for i, x in enumerate(own)]
         trained = list(leaves.values())
         gradients: list[Tensor | None] = [None] * len(trained)
-        found: list[list[Any]] = []
+        per_part: list[list[Any]] = []
         loss_place = -1
         scheduled = self.run if isinstance(self.run, Scheduled) else None
         sums = Sums()  # of this step alone: one that failed leaves nothing behind
         if scheduled is not None:
             scheduled.accumulator, scheduled.defers_scattered = sums, self._sums_once
-        for number, values in enumerate(self._each(named, seeds), start=1):
-            sums.closes = number * self._at_once == self.count
-            parts = self._apart(self.run(*values))
-            loss_place = self._loss_place(parts[0]) if loss_place < 0 else loss_place
-            losses = [results[loss_place] for results in parts]
-            add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
-            for results in parts:
-                found.append([x.detach() if isinstance(x, Tensor) else x for x in results])
-        return self._combined(found), loss_place, gradients
+        with self._gathering([self.run]):
+            for number, values in enumerate(self._each(named, seeds), start=1):
+                sums.closes = number * self._at_once == self.count
+                parts = self._apart(self.run(*values))
+                loss_place = self._loss_place(parts[0]) if loss_place < 0 else loss_place
+                losses = [results[loss_place] for results in parts]
+                add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
+                for results in parts:
+                    per_part.append([x.detach() if isinstance(x, Tensor) else x for x in results])
+        return self._combined(per_part), loss_place, gradients
+
+    @contextmanager
+    def _gathering(self, runs: Iterable[Callable[..., Any]]) -> Iterator[None]:
+        """Let the forwards of one step gather the weights once, where the plan says so; what they
+        keep ends with the step, as the optimizer changes the weights.
+        """
+        scheduled = [run for run in runs if isinstance(run, Scheduled) and self._gathers_once]
+        for run in scheduled:
+            run.weights = StepWeights()
+        try:
+            yield
+        finally:
+            for run in scheduled:
+                run.weights = None
 
     def _loss_place(self, results: Sequence[Any]) -> int:
         """Return the place of the loss: the first scalar that carries a gradient."""
@@ -251,26 +268,26 @@ class Sums:
 
     def __init__(self) -> None:
         self.closes = False
-        self._kept: list[Tensor] = []
+        self._accumulated: list[Tensor] = []
 
     @property
     def storages(self) -> set[int]:
         """The memory of what is held."""
-        return {x.untyped_storage().data_ptr() for x in self._kept}
+        return {x.untyped_storage().data_ptr() for x in self._accumulated}
 
     def form(self) -> Form:
         return "final" if self.closes else "deferred"
 
     @torch.no_grad()
     def put(self, ends: Sequence[Tail], own: Sequence[Tensor]) -> None:
-        if self._kept:
-            add_each(self._kept, own)
+        if self._accumulated:
+            add_each(self._accumulated, own)
         else:
-            self._kept = apart(own)
+            self._accumulated = apart(own)
 
     def take(self, ends: Sequence[Tail]) -> list[Tensor | None]:
-        kept, self._kept = self._kept, []
-        return list(kept) if kept else [None] * len(ends)
+        sums, self._accumulated = self._accumulated, []
+        return list(sums) if sums else [None] * len(ends)
 
 
 class _Step(torch.autograd.Function):

@@ -55,10 +55,10 @@ def _load_files(
             file: stack.enter_context(safe_open(file, framework="pt")) for file in _files(place)
         }
         where = {name: file for file, opened in files.items() for name in list(opened.keys())}
-        found = [(x, _name_there(x, where, prefix)) for x in stored]
-        slices = {name: files[where[name]].get_slice(name) for _, name in found if name}
-        _refuse(place, found, {name: tuple(part.get_shape()) for name, part in slices.items()})
-        for x, name in found:
+        sources = [(x, _name_there(x, where, prefix)) for x in stored]
+        slices = {name: files[where[name]].get_slice(name) for _, name in sources if name}
+        _refuse(place, sources, {name: tuple(part.get_shape()) for name, part in slices.items()})
+        for x, name in sources:
             assert name is not None
             part = (
                 slices[name][x.box(coordinate)] if x.shape else files[where[name]].get_tensor(name)
@@ -93,14 +93,14 @@ def _name_there(x: StoredTensor, there: Mapping[str, Any], prefix: str) -> str |
 
 def _refuse(
     place: Path,
-    found: Sequence[tuple[StoredTensor, str | None]],
+    sources: Sequence[tuple[StoredTensor, str | None]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Raise InputError where a tensor is missing or has another shape."""
-    faults = [f"{x.names[0]} is missing" for x, name in found if name is None]
+    faults = [f"{x.names[0]} is missing" for x, name in sources if name is None]
     faults += [
         f"{name} is {shapes[name]} there and {x.shape} here"
-        for x, name in found
+        for x, name in sources
         if name is not None and shapes[name] != x.shape
     ]
     if faults:
@@ -116,11 +116,11 @@ def _load_checkpoint(place: Path, stored: Sequence[StoredTensor]) -> None:
     """
     metadata = ranks.together("reading the weights", dcp.FileSystemReader(place).read_metadata)
     there = metadata.state_dict_metadata
-    found = [(x, _name_there(x, there, "model")) for x in stored]
+    sources = [(x, _name_there(x, there, "model")) for x in stored]
     sizes = {name: x.size for name, x in there.items() if isinstance(x, TensorStorageMetadata)}
-    shapes = {name: tuple(sizes.get(name, ())) for _, name in found if name is not None}
-    ranks.together("comparing the weights", lambda: _refuse(place, found, shapes))
-    state = {name: x.tensor.detach() for x, name in found if name is not None}
+    shapes = {name: tuple(sizes.get(name, ())) for _, name in sources if name is not None}
+    ranks.together("comparing the weights", lambda: _refuse(place, sources, shapes))
+    state = {name: x.tensor.detach() for x, name in sources if name is not None}
     dcp.load(state, checkpoint_id=place, no_dist=not ranks.others())
 
 
@@ -138,13 +138,13 @@ def _safetensors() -> Any:
 def save_pretrained(
     folder: str | os.PathLike[str],
     stored: Sequence[StoredTensor],
-    whole: Callable[[str, torch.Tensor], torch.Tensor],
+    gather: Callable[[str, torch.Tensor], torch.Tensor],
     config: Any = None,
     file_bytes: float = 5e9,
 ) -> None:
     """Write the tensors under their first names, as transformers writes them: in files of at most
     `file_bytes`, which the ranks write in turn, so that none holds more than one of them, and an
-    index. `whole`: gives the global tensor of a name and what the rank has of it, on all ranks
+    index. `gather`: gives the global tensor of a name and what the rank has of it, on all ranks
     together. `config` is saved beside them where it can be. Collective.
     """
     place, writer = Path(folder), _safetensors()
@@ -157,7 +157,7 @@ def save_pretrained(
     for number, (name, tensors) in enumerate(zip(names, files, strict=True)):
         own = ranks.rank() == number % ranks.running()
         values = {
-            x.names[0]: value for x in tensors if (value := _unsharded(x, whole, own)) is not None
+            x.names[0]: value for x in tensors if (value := _unsharded(x, gather, own)) is not None
         }
 
         def write(name: str = name, values: Mapping[str, torch.Tensor] = values) -> None:
@@ -184,10 +184,10 @@ def _split(stored: Sequence[StoredTensor], file_bytes: float) -> Iterator[list[S
 
 
 def _unsharded(
-    x: StoredTensor, whole: Callable[[str, torch.Tensor], torch.Tensor], own: bool
+    x: StoredTensor, gather: Callable[[str, torch.Tensor], torch.Tensor], own: bool
 ) -> torch.Tensor | None:
     """Return the global tensor on the CPU, on the rank that writes it. Collective."""
-    value = whole(x.names[0], x.tensor)
+    value = gather(x.names[0], x.tensor)
     return value.cpu().contiguous().clone() if own else None
 
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autopar.ir.pipeline_schedule import actions
 from autopar.ir.program import Program
 from autopar.ops.links import Links
-from autopar.passes.microbatches import in_one_part
+from autopar.passes.microbatches import without_microbatches
 from autopar.passes.stages import cut
 from autopar.planner.plan_context import PlanContext
 from autopar.runtime.apply import build_runner, open_groups
@@ -63,7 +63,7 @@ def _stages_runner(
     as one micro-batch, which goes through the stages from the first to the last.
     """
     plan = context.plan
-    pipeline, parts = plan.pipeline, context.parts or in_one_part(program)
+    pipeline, parts = plan.pipeline, context.parts or without_microbatches(program)
     device_mesh = open_groups(context, device.type)
     links = ranks.together(
         "opening process groups", partial(Links, plan.mesh, pipeline.ranks, ranks.rank())

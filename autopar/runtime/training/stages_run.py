@@ -32,6 +32,7 @@ from autopar.ops.links import Links, Pending
 from autopar.passes.microbatches import Parts
 from autopar.passes.stages import Stage, carries
 from autopar.runtime.backends import Scheduled
+from autopar.runtime.reusing_forward import StepWeights
 from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients
 from autopar.world import ranks
 
@@ -121,7 +122,8 @@ class StagesRun(PartsRun):
         self._prepare(parts[0])
         trained = {e.node: leaves[i] for i, e in enumerate(self._own) if i in leaves}
         step = _Step(self, parts, trained)
-        step.run(self._own_actions)
+        with self._gathering(self.runs.values()):
+            step.run(self._own_actions)
         self._sum_over_stages(step.gradients, trained)
         gradients = [step.gradients.get(self._own[i].node) for i in places]
         results = self._shared(self._combined(step.results), self._everywhere)
@@ -141,17 +143,19 @@ class StagesRun(PartsRun):
         ]
         return next((i for i, carries in scalars if carries), scalars[0][0] if scalars else -1)
 
-    def _combined(self, found: Sequence[Sequence[Any]]) -> list[Any]:
+    def _combined(self, per_part: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results that this rank has of the step, None for those of others."""
         own = {
             i for i, stage in self._home.items() if self.pipeline.rank_of(stage) == self.links.copy
         }
-        filled = [[part[i] if i in own else _MISSING for i in range(len(part))] for part in found]
+        filled = [
+            [part[i] if i in own else _MISSING for i in range(len(part))] for part in per_part
+        ]
         results = super()._combined(filled)
         return [x if i in own else None for i, x in enumerate(results)]
 
-    def _joined(self, node: str, found: Sequence[Tensor]) -> Any:
-        return None if found[0] is _MISSING else super()._joined(node, found)
+    def _joined(self, node: str, rows: Sequence[Tensor]) -> Any:
+        return None if rows[0] is _MISSING else super()._joined(node, rows)
 
     def _shared(self, results: list[Any], places: Iterable[int]) -> list[Any]:
         """Return the results, those at `places` on every rank."""
@@ -210,6 +214,7 @@ class StagesRun(PartsRun):
             for number, run in self.runs.items():
                 if isinstance(run, Scheduled):
                     run.defers_scattered = self._sums_once
+                    run.weights = StepWeights() if self._gathers_once else None
                     run.prepare(self.arguments(number, named, self._received_examples(number)))
                     if run.forward is None:
                         raise PlanError(
@@ -251,9 +256,9 @@ class StagesRun(PartsRun):
             action.stage
         ):
             return []
-        return [(action, name) for name in self.made_by(action)]
+        return [(action, name) for name in self.outputs_of(action)]
 
-    def made_by(self, action: Action) -> list[str]:
+    def outputs_of(self, action: Action) -> list[str]:
         """Return the names of the tensors that an action makes for another stage: what its stage
         sends, or in the backward the gradients of what it received.
         """
@@ -304,7 +309,7 @@ class _Step:
                 for copy, keys in self._awaited.items()
             }
         # of the actions whose backward is to come: what was received, and what has a gradient
-        self._held: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+        self._in_flight: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
         self._next: Action | None = None
         self._left: dict[int, int] = defaultdict(lambda: len(parts))  # backwards of a stage
         self._sums = {number: Sums() for number in owner.runs}
@@ -338,11 +343,11 @@ class _Step:
             rooted = {name: x for name, x in sent.items() if x.requires_grad}
             if self._loss in own:
                 rooted[""] = own[self._loss]
-            self._held[action.stage, action.part] = received, rooted
+            self._in_flight[action.stage, action.part] = received, rooted
 
     def backward(self, action: Action) -> None:
         owner, stage = self._owner, self._owner.stages[action.stage]
-        received, rooted = self._held.pop((action.stage, action.part))
+        received, rooted = self._in_flight.pop((action.stage, action.part))
         owner.backwards[action.stage, action.part] += 1
         incoming = self._received(action, [name for name in stage.sends if name in rooted])
         self._expect()
@@ -373,26 +378,26 @@ class _Step:
         self._owner.links.finish()
         assert not any(self._awaited.values()) and not self._posted, "a tensor was not received"
 
-    def _add(self, leaves: Mapping[str, Tensor], found: Sequence[Tensor | None]) -> None:
-        names = [name for name, x in zip(leaves, found, strict=True) if x is not None]
-        new = [x for x in found if x is not None]
+    def _add(self, leaves: Mapping[str, Tensor], gradients: Sequence[Tensor | None]) -> None:
+        names = [name for name, x in zip(leaves, gradients, strict=True) if x is not None]
+        new = [x for x in gradients if x is not None]
         sums: list[Tensor | None] = [self.gradients.get(name) for name in names]
         add_gradients(sums, new)
         self.gradients.update({n: x for n, x in zip(names, sums, strict=True) if x is not None})
 
     # -- tensors between stages --------------------------------------------------------------------
-    def _hand_over(self, action: Action, made: Mapping[str, Tensor]) -> None:
+    def _hand_over(self, action: Action, outputs: Mapping[str, Tensor]) -> None:
         """Hand what an action made to the stage that needs it."""
         owner = self._owner
         after = action.after(owner.pipeline.stages)
         if after is None:
             return
         copy = owner.pipeline.rank_of(after.stage)
-        for name in owner.made_by(action):
+        for name in owner.outputs_of(action):
             if copy == owner.links.copy:
-                self._at[action, name] = made[name].detach()
+                self._at[action, name] = outputs[name].detach()
             else:
-                owner.links.send(copy, made[name])
+                owner.links.send(copy, outputs[name])
 
     def _expect(self) -> None:
         """Post what the next action needs of another rank."""
@@ -400,8 +405,8 @@ class _Step:
         before = None if action is None else action.before(pipeline.stages)
         if before is None or pipeline.rank_of(before.stage) == self._owner.links.copy:
             return
-        made = self._owner.made_by(before)
-        self._post(pipeline.rank_of(before.stage), [(before, name) for name in made])
+        outputs = self._owner.outputs_of(before)
+        self._post(pipeline.rank_of(before.stage), [(before, name) for name in outputs])
 
     def _received(self, action: Action, names: Sequence[str]) -> dict[str, Tensor]:
         """Return what an action needs of another stage's."""
@@ -412,9 +417,9 @@ class _Step:
         copy = owner.pipeline.rank_of(before.stage)
         if copy == owner.links.copy:
             return {name: self._at.pop((before, name)) for name in names}
-        made = owner.made_by(before)
-        self._post(copy, [(before, name) for name in made])
-        found = {name: self._posted.pop((before, name)).wait() for name in made}
+        outputs = owner.outputs_of(before)
+        self._post(copy, [(before, name) for name in outputs])
+        found = {name: self._posted.pop((before, name)).wait() for name in outputs}
         return {name: found[name] for name in names}
 
     def _post(self, copy: int, keys: Sequence[_Key]) -> None:

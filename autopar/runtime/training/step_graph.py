@@ -32,7 +32,7 @@ from autopar.ir.program import (
     under_autocast,
     without_autocast,
 )
-from autopar.ops.devices import default_generator, filled
+from autopar.ops.devices import default_generator, fill_on
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.passes.trace.signature import as_planned_call
@@ -89,14 +89,14 @@ class Seed:
 class CallKind(NamedTuple):
     """What tells a call from calls that need other graphs, for messages and for planning: the mode,
     whether gradients are recorded, the autocast around it, and the shape and dtype of every tensor.
-    `changes`: what of the module is other than it was when it was planned first.
+    `differences`: what of the module is other than it was when it was planned first.
     """
 
     training: bool
     gradients: bool
     autocast: Autocast
     tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    changes: tuple[str, ...] = ()
+    differences: tuple[str, ...] = ()
 
     @staticmethod
     def of(
@@ -104,12 +104,12 @@ class CallKind(NamedTuple):
         device: torch.device,
         args: Any,
         kwargs: Any,
-        changes: Sequence[str] = (),
+        differences: Sequence[str] = (),
     ) -> CallKind:
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = tuple((tuple(x.shape), x.dtype) for x in leaves if isinstance(x, torch.Tensor))
         cast = under_autocast((device.type,))
-        return CallKind(training, torch.is_grad_enabled(), cast, tensors, tuple(changes))
+        return CallKind(training, torch.is_grad_enabled(), cast, tensors, tuple(differences))
 
     def __str__(self) -> str:
         shapes = ", ".join(
@@ -118,8 +118,8 @@ class CallKind(NamedTuple):
         mode = "train" if self.training else "eval"
         gradients = "" if self.gradients else " without gradients"
         cast = f" under {autocast_text(self.autocast)}" if self.autocast else ""
-        changes = "".join(f", {change}" for change in self.changes)
-        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}{changes}"
+        differences = "".join(f", {change}" for change in self.differences)
+        return f"{mode} mode{gradients}{cast}, inputs {shapes or 'none'}{differences}"
 
 
 class Owner(Protocol):
@@ -199,7 +199,7 @@ class StepGraph:
         self._placings: list[Any] = []  # of parameters that were compared with the plan
         for entry in program.signature.inputs:
             if entry.kind == "coordinate":
-                self._own[entry.node] = filled((1,), coordinate[entry.target], device)
+                self._own[entry.node] = fill_on((1,), coordinate[entry.target], device)
             elif entry.kind == "constant":
                 constant = constants[entry.target].detach()
                 self._own[entry.node] = (
@@ -248,7 +248,7 @@ class StepGraph:
         recorded = torch.is_grad_enabled()
         if recorded and not self.gradients:
             return None
-        leaves = as_planned_call(self.signature.forward, self.signature.in_spec, args, kwargs)
+        leaves = as_planned_call(self.signature.forward, self.signature.in_tree, args, kwargs)
         if leaves is None or any(_differ(leaves[at], value) for at, value in self.signature.fixed):
             return None
         if any(type(leaves[position]) is not kind for position, kind in self._numbers.items()):
@@ -322,7 +322,7 @@ class StepGraph:
             if entry.target != "seed":
                 return seed_at(self.seed.value, self.coordinate, entry.target)
             self.seed.value = next_seed(self.seed.value)
-            return filled((), self.seed.value, self.device)
+            return fill_on((), self.seed.value, self.device)
         if entry.kind == "coordinate":
             return self._own[entry.node]
         if entry.kind == "constant":
@@ -414,7 +414,7 @@ class StepGraph:
             if not isinstance(own, DTensor):
                 own = to_dtensor(own, layout, self.device_mesh)
             leaves[entry.position] = own
-        args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_spec)
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.in_tree)
         return args, kwargs
 
     # -- results -----------------------------------------------------------------------------------
@@ -440,7 +440,7 @@ class StepGraph:
             if is_part and output.node is not None:
                 value = to_dtensor(value, self.program.layouts[output.node], self.device_mesh)
             leaves.append(value)
-        return pytree.tree_unflatten(leaves, self.signature.out_spec)
+        return pytree.tree_unflatten(leaves, self.signature.out_tree)
 
 
 def _differ(value: Any, planned: Any) -> bool:

@@ -135,7 +135,7 @@ def _accelerator_class(base: Any) -> type:
     """
     from accelerate import data_loader
 
-    class WholeBatches(base):
+    class FullBatches(base):
         def prepare(self, *objects: Any, **_: Any) -> Any:
             prepared = tuple(
                 self.prepare_data_loader(entry)
@@ -166,4 +166,4 @@ def _accelerator_class(base: Any) -> type:
         def gather(self, tensor: Any) -> Any:
             return tensor
 
-    return WholeBatches
+    return FullBatches

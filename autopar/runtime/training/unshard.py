@@ -5,7 +5,7 @@
     model.generate(prompt)
 
 The parts of one tensor after the other are gathered, so a rank that gets no model holds one whole
-tensor at a time. runtime/module.py calls `unsharded`.
+tensor at a time. runtime/module.py calls `unshard`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from autopar.runtime.training.module_tree import OriginalRoot, copied_tree
 from autopar.world import ranks
 
 
-def unsharded(
+def unshard(
     module: nn.Module,
     root: OriginalRoot,
-    whole: Callable[[str, torch.Tensor], torch.Tensor],
+    gather: Callable[[str, torch.Tensor], torch.Tensor],
     rank: int | None,
     device: torch.device,
 ) -> nn.Module | None:
     """Return a copy of a parallel module that is the user's model, with whole tensors on `device`;
-    None on other ranks than `rank`, where one is given. Collective. `whole`: gives the global
+    None on other ranks than `rank`, where one is given. Collective. `gather`: gives the global
     tensor of a name and what the rank has of it, on all ranks together.
 
     Raises InputError for a rank that is not there.
@@ -43,7 +43,7 @@ def unsharded(
     with root.restored(module) as model:  # with the parameters of other stages, too
         named = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in named:
-        value = whole(name, tensor)
+        value = gather(name, tensor)
         if keeps:
             value = value.to(device, copy=True)  # of a replicated DTensor it is the rank's own
             if isinstance(tensor, nn.Parameter):

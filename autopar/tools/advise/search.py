@@ -73,8 +73,8 @@ class Advice:
         lines = [
             f"{row.subgraph}: autopar splits {row.layout}, {self.tool.name} {theirs[row.subgraph]}"
             for row in self.own.rows
-            if _is_product(row.layout)
-            and _is_product(theirs.get(row.subgraph, ""))
+            if _is_matmul(row.layout)
+            and _is_matmul(theirs.get(row.subgraph, ""))
             and _sizes(row.layout, self.own) != _sizes(theirs[row.subgraph], self.plan)
         ]
         more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
@@ -83,7 +83,7 @@ class Advice:
         return (mesh, *lines[:_LISTED], *more, *between)
 
 
-def _is_product(layout: str) -> bool:
+def _is_matmul(layout: str) -> bool:
     """Whether a layout of the table is that of a product: its axes split loop dims."""
     return bool(layout) and all(part.strip()[-1] in "mnk" for part in layout.split(","))
 

@@ -35,7 +35,7 @@ from autopar.ops import process_groups
 from autopar.planner.request import Grid, Grid4D
 from autopar.tools.targets import Gpt, GptAttention, Sizes
 from autopar.world import ranks
-from autopar.world.ranks import named
+from autopar.world.ranks import names_of
 
 TIMEOUT = timedelta(seconds=60)  # of one collective, for ranks that wait for an absent one
 
@@ -228,7 +228,7 @@ def _join_texts(texts: Sequence[tuple[int, str]], ranks: int) -> str:
         by_text.setdefault(text, []).append(number)
     if len(by_text) == 1 and len(texts) == ranks:
         return texts[0][1]
-    return "; ".join(f"{named(numbers)}: {text}" for text, numbers in by_text.items())
+    return "; ".join(f"{names_of(numbers)}: {text}" for text, numbers in by_text.items())
 
 
 Inputs = tuple[Tensor, Tensor]

@@ -29,7 +29,7 @@ from autopar.cost.calibration import measure
 from autopar.cost.communication import flat_price
 from autopar.cost.network import pattern
 from autopar.cost.simulator.graph_events import collective_of
-from autopar.ir.graph import ordered
+from autopar.ir.graph import sort
 from autopar.ir.mesh import Mesh, group_ranks
 from autopar.ops import comm, devices
 from autopar.ops.process_groups import connect
@@ -302,7 +302,7 @@ def _fuse_trials(several: list[Trial], operands: list[Tensor]) -> fx.GraphModule
     members = [node for node in module.graph.nodes if can_fuse(node)]
     assert len(members) == len(several), f"{len(members)} of {len(several)} can be joined"
     fuse(module.graph, members)
-    assert ordered(module.graph)
+    assert sort(module.graph)
     module.graph.lint()
     module.recompile()
     return module

@@ -24,7 +24,7 @@ from autopar.errors import WorldError
 from autopar.tools.doctor.abilities import abilities
 from autopar.world import Device, World
 from autopar.world.machines import known
-from autopar.world.world import CALIBRATED, calibrated
+from autopar.world.world import CALIBRATED, read_calibration
 
 SHARED_BYTES = 2**30  # enough of /dev/shm for NCCL and data loaders
 _REPORTED_VARIABLES = re.compile(
@@ -132,13 +132,13 @@ def environment() -> Facts:
 
 def links() -> Facts:
     """Return the world that a plan would be made for here, and the figures that the cost model has
-    for its device. `calibrated`: they were measured, so none is assumed.
+    for its device. `read_calibration`: they were measured, so none is assumed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `shortcomings` says it
         measured, fault = None, ""
         try:
-            measured, fault = calibrated(None)
+            measured, fault = read_calibration(None)
         except WorldError as error:
             fault = str(error)
         world = measured or _nominal_world()

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.cost.formula import Formula
 from autopar.ir import graph_view
-from autopar.ir.graph import inlined
+from autopar.ir.graph import inline
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_ranks, format_seconds
 from autopar.ir.show import size_text
@@ -175,7 +175,7 @@ def block_graphs(plan: Plan) -> tuple[str, list[Line], list[Line]]:
 
 def lines_of(module: fx.GraphModule, block: str) -> list[Line]:
     """Return the lines of a block's graph."""
-    sources = {node.name: _source(node) for node in inlined(module).graph.nodes}
+    sources = {node.name: _source(node) for node in inline(module).graph.nodes}
     nodes = graph_view.nodes_of(graph_view.part_of(module, block))
     return [_line(node, sources.get(node.name)) for node in nodes][:_MOST_NODES]
 
@@ -188,7 +188,7 @@ def _line(node: graph_view.GraphNode, source: tuple[str, int, str] | None) -> Li
         node.name,
         f"{node.function}({', '.join(node.operands)})" if node.kind == "call" else node.kind,
         shape + dtype,
-        graph_view.coloured(node.layout or ""),
+        graph_view.colour_layout(node.layout or ""),
         "reshard" if node.reshard else node.kind,
         f"{Path(file).name}:{number}" if file else "",
         Path(file).as_uri() if file.startswith("/") else "",

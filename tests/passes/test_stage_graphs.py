@@ -88,7 +88,7 @@ def test_the_contract_sees_a_lost_result(program: Program) -> None:
 def test_the_slowest_stage_is_as_fast_as_can_be(
     seconds: list[float], count: int, begins: list[str]
 ) -> None:
-    found = stages.balanced({f"b.{i}": float(s) for i, s in enumerate(seconds)}, count)
+    found = stages.balance({f"b.{i}": float(s) for i, s in enumerate(seconds)}, count)
     assert sorted(found) == sorted(begins) or _slowest(seconds, found) == _slowest(seconds, begins)
 
 

@@ -1,4 +1,4 @@
-"""What test_beside.py starts, as on_ranks.py says: gradients by way of results beside the loss."""
+"""What test_auxiliary_outputs.py starts, as on_ranks.py says: gradients by auxiliary outputs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def steps(model: nn.Module, args: Any, layout: str, losses: list[Loss]) -> Facts
     return {"errors": errors, "derived": derived.call_count, "again": again.call_count}
 
 
-def beside() -> Facts:
+def auxiliary_outputs() -> Facts:
     model, args, _ = models.gpt()
     return steps(model, args, "megatron", [alone, alone, both, both, alone])
 
@@ -87,4 +87,4 @@ def no_loss() -> Facts:
 
 
 if __name__ == "__main__":
-    run_tasks({"beside": beside, "no loss": no_loss})
+    run_tasks({"beside": auxiliary_outputs, "no loss": no_loss})

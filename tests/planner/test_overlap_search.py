@@ -120,12 +120,12 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def contender(least_step: float, exposed: float, name: str) -> Contender:
-    """A plan that takes `exposed` seconds where what can overlap takes no time."""
+    """A plan that takes `exposed_seconds` seconds where what can overlap takes no time."""
     full = exposed + (least_step - exposed) / solve.shares(WORLD)[-1]
     program = SimpleNamespace(name=name, plan=SimpleNamespace(seconds=full))
     deep: Any = SimpleNamespace(program=program, runs=())
     made = Contender(deep, least_step)
-    assert simulate.exposed(made, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
+    assert simulate.exposed_seconds(made, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
     return made
 
 
@@ -168,7 +168,7 @@ def test_what_is_exposed_by_the_sum_may_be_less_in_steps_of_many_small_collectiv
     assert [one.deep.program.name for one in known] == ["first", "next"]
 
 
-def test_the_fastest_of_deep_models_is_confirmed_on_the_whole(
+def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A plan whose estimate from fewer blocks was too low does not come first."""
@@ -191,7 +191,7 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_whole(
 
 
 @pytest.mark.slow
-def test_what_leans_on_hiding_is_asked_of_every_named_layout() -> None:
+def test_what_leans_on_overlap_is_tried_under_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
     given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)

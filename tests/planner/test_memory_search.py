@@ -28,7 +28,7 @@ from autopar.planner.ladders import Names, Rematerialized
 from autopar.planner.planner import search_plan
 from autopar.planner.rematerialize import RematerializationSearch, RematerializationSteps
 from autopar.planner.request import PlanRequest
-from autopar.planner.small_models import ascending, ranked
+from autopar.planner.small_models import ascending, by_cost
 from autopar.planner.solve import best
 from autopar.planner.space import candidates
 from autopar.world import World
@@ -111,7 +111,9 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
 
 
 @pytest.mark.slow
-def test_bytes_have_the_price_at_which_dropping_saves_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_have_the_price_of_saving_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where the plan of least time fits by what it drops, one search at the price that it pays."""
     prices: list[float] = []
     at = fit.LimitedSearch._at
@@ -234,7 +236,7 @@ def test_ranked_gives_all_within_the_cap_in_order(seed: int) -> None:
     draw = random.Random(seed)
     sizes, tables, bytes_of = random_tables(draw)
     cap = draw.uniform(0, len(sizes)) if seed % 4 else float("inf")
-    found = list(ranked(sizes, tables, [(bytes_of, cap)]))
+    found = list(by_cost(sizes, tables, [(bytes_of, cap)]))
     wanted = sorted(everything(sizes, tables, bytes_of, cap))
     np.testing.assert_allclose([cost for cost, _ in found], wanted, rtol=1e-12)
     assert len({tuple(values) for _, values in found}) == len(wanted)

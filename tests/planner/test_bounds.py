@@ -34,8 +34,8 @@ from autopar.planner import solve
 from autopar.planner.bound import bound_on, bounds_of
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
+    INVARIANT,
     REPLICATED,
-    WHOLE,
     Edge,
     Frame,
     Kind,
@@ -210,17 +210,17 @@ def laid_out(
 def edges_of(frame: Frame) -> list[Edge]:
     """One of each look that converts."""
     every = [e for v in frame.variables for e in v.edges if e.user is v]
-    return list({(e.kind, frozenset(e.made), frozenset(e.wanted)): e for e in every}.values())
+    return list({(e.kind, frozenset(e.produced), frozenset(e.wanted)): e for e in every}.values())
 
 
 def states_of(kind: Kind, states: tuple[int, ...]) -> list[int]:
-    return sorted({s if kind.element.gradient or s != WHOLE else REPLICATED for s in states})
+    return sorted({s if kind.element.gradient or s != INVARIANT else REPLICATED for s in states})
 
 
 @pytest.mark.slow_cells("x2.y4")
 @pytest.mark.slow_cells("w2.x2.y2.z2", "x2.y2.z4")
 @pytest.mark.parametrize("mesh", MESHES)
-def test_moves_cost_no_more_than_conversions(mesh: str) -> None:
+def test_reshards_of_the_bound_cost_no_more_than_paths(mesh: str) -> None:
     """For pairs drawn at random, however odd, and digits in any order. One step costs just the
     same, but where cutting on one axis after the other is cheaper than jointly.
     """
@@ -243,8 +243,8 @@ def moved_at_random(
     kind: Kind, edge: Edge, meshes: Meshes, world: World, draw: random.Random
 ) -> Iterator[tuple[float, float, int, bool]]:
     """Seconds by Moves and by changes.steps, how many steps, whether one scatters jointly."""
-    sources, targets = states_of(kind, edge.made), states_of(kind, edge.wanted)
-    moves = ReshardBounds(kind, frozenset(sources), frozenset(targets), meshes)
+    sources, targets = states_of(kind, edge.produced), states_of(kind, edge.wanted)
+    reshards = ReshardBounds(kind, frozenset(sources), frozenset(targets), meshes)
     axes = range(meshes.axis_count)
     pairs = [
         ([draw.choice(sources) for _ in axes], [draw.choice(targets) for _ in axes])
@@ -257,13 +257,13 @@ def moved_at_random(
             path = reshard_steps(source, target)
             exact = path_seconds(path, kind.element, world)
             scatters = any(s.kind[-1] == "S" and len(s.axes) > 1 for s in path)
-            yield pushed(moves, *pair), exact, len(path), scatters
+            yield pushed(reshards, *pair), exact, len(path), scatters
 
 
-def pushed(moves: ReshardBounds, source: list[int], target: list[int]) -> float:
-    given = np.full((len(moves.states),) * len(source) + (1,), 1e6, dtype=np.float32)
-    given[(*(moves.states.index(s) for s in source), 0)] = 0
-    return float(moves.push(given)[(*(moves.states.index(s) for s in target), 0)])
+def pushed(reshards: ReshardBounds, source: list[int], target: list[int]) -> float:
+    given = np.full((len(reshards.states),) * len(source) + (1,), 1e6, dtype=np.float32)
+    given[(*(reshards.states.index(s) for s in source), 0)] = 0
+    return float(reshards.push(given)[(*(reshards.states.index(s) for s in target), 0)])
 
 
 # -- odd worlds ------------------------------------------------------------------------------------
@@ -318,8 +318,8 @@ def digest(name: str) -> str:
 
 @pytest.mark.slow_cells("mlp")
 @pytest.mark.parametrize("name", ["mlp", pytest.param("gpt", marks=slow)])
-def test_ties_go_the_same_way_in_every_process(name: str) -> None:
-    script = f"import sys; sys.path[:0] = {sys.path!r}; import test_rating as t; "
+def test_ties_go_alike_in_every_process(name: str) -> None:
+    script = f"import sys; sys.path[:0] = {sys.path!r}; import test_bounds as t; "
     script += f"print(t.digest({name!r}))"
     command = [sys.executable, "-W", "ignore", "-c", script]
     found = {digest(name), digest(name)}

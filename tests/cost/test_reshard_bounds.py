@@ -14,16 +14,18 @@ from autopar.ir.layout import Element, I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import reshard_steps
 from autopar.planner import bound
-from autopar.planner.bounds.factor_graph import FIRST_SLOT, PARTIAL, REPLICATED, WHOLE, Kind
+from autopar.planner.bounds.factor_graph import FIRST_SLOT, INVARIANT, PARTIAL, REPLICATED, Kind
 from autopar.planner.bounds.reshard_costs import ReshardBounds
 
 WORLD = World.preset("dgx-h100", ranks=32)
 KIND = Kind((64, 32, 96), ((0, 1, 64), (1, 1, 32), (2, 1, 96)), Element(2, 2))
-STATES = (WHOLE, REPLICATED, PARTIAL, *range(FIRST_SLOT, FIRST_SLOT + 3))
+STATES = (INVARIANT, REPLICATED, PARTIAL, *range(FIRST_SLOT, FIRST_SLOT + 3))
 BIG = 1e6
 
 
-def moves(meshes: list[Mesh], sources: tuple[int, ...], targets: tuple[int, ...]) -> ReshardBounds:
+def reshard_bounds(
+    meshes: list[Mesh], sources: tuple[int, ...], targets: tuple[int, ...]
+) -> ReshardBounds:
     return ReshardBounds(KIND, frozenset(sources), frozenset(targets), Meshes(meshes, WORLD))
 
 
@@ -56,14 +58,14 @@ def layout(mesh: Mesh, states: tuple[int, ...]) -> Layout:
 
 def test_push_and_pull_are_one_table() -> None:
     meshes = [Mesh.parse("x4.y8"), Mesh.parse("x2.y16"), Mesh.parse("x16.y2")]
-    found = moves(meshes, STATES[:5], STATES[1:])
+    found = reshard_bounds(meshes, STATES[:5], STATES[1:])
     np.testing.assert_allclose(table(found, 2), table(found, 2, pull=True), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("text", ["x4.y8", "x2.y16"])
 def test_no_path_of_layout_steps_costs_less(text: str) -> None:
     mesh = Mesh.parse(text)
-    found = moves([mesh], STATES, STATES)
+    found = reshard_bounds([mesh], STATES, STATES)
     seconds = table(found, 2)[..., 0]
     joint = list(itertools.product(found.states, repeat=2))
     legal = [(n, layout(mesh, states)) for n, states in enumerate(joint)]
@@ -74,9 +76,9 @@ def test_no_path_of_layout_steps_costs_less(text: str) -> None:
 
 def test_meshes_together_are_as_each_alone() -> None:
     meshes = [Mesh.parse("x4.y8"), Mesh.parse("x2.y16")]
-    both = table(moves(meshes, STATES, STATES), 2)
+    both = table(reshard_bounds(meshes, STATES, STATES), 2)
     for place, mesh in enumerate(meshes):
-        alone = table(moves([mesh], STATES, STATES), 2)
+        alone = table(reshard_bounds([mesh], STATES, STATES), 2)
         np.testing.assert_array_equal(both[..., place], alone[..., 0])
 
 

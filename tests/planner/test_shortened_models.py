@@ -33,7 +33,7 @@ def program() -> Program:
 
 @pytest.mark.slow_cells("4d", "auto")
 @pytest.mark.parametrize("layout", ["auto", "4d", "ddp"])  # of ddp there is one mesh
-def test_as_good_as_searched_on_the_whole(layout: str) -> None:
+def test_as_good_as_searched_on_the_full_model(layout: str) -> None:
     shallow, given = ShortenedModel(program(), WORLD), list(candidates(layout, 4, program()))
     assert len(list(shallow.deep.longer.module.graph.nodes)) < len(
         list(program().module.graph.nodes)
@@ -51,7 +51,7 @@ def test_as_good_as_searched_on_the_whole(layout: str) -> None:
     assert plan.unsplit == whole.unsplit
 
 
-def test_of_two_meshes_the_one_that_is_better_for_the_whole() -> None:
+def test_of_two_meshes_the_one_that_is_better_for_the_full_model() -> None:
     shallow, given = ShortenedModel(program(), WORLD), list(candidates("4d", 4, program()))
     near = promising(shallow.bounds(given), given, 2)
     each = [shallow.chosen(shallow.plan([one]), PlanRequest()).program.plan for one in near]

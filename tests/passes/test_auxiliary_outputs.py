@@ -13,7 +13,7 @@ from autopar.passes.overlap.assumptions import aux_output_places
 from launch import launched
 
 
-def test_what_is_beside_the_loss() -> None:
+def test_auxiliary_outputs() -> None:
     model, args, _ = models.gpt()  # returns logits and the loss
     program = autopar.plan(model, 2, args, layout="ddp", smaller=False).context.program
     assert aux_output_places(program) == {0}
@@ -22,11 +22,11 @@ def test_what_is_beside_the_loss() -> None:
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: Any) -> Any:
     folder: Path = tmp_path_factory.mktemp("beside")
-    return launched(folder, 2, "beside", "no loss", script="beside_ranks.py")
+    return launched(folder, 2, "beside", "no loss", script="auxiliary_outputs_ranks.py")
 
 
 @pytest.mark.slow
-def test_a_gradient_of_what_is_beside_the_loss_is_right(facts: Any) -> None:
+def test_a_gradient_of_an_auxiliary_output_is_right(facts: Any) -> None:
     """Where it is asked for first the graph runs once more; then it is part of the backward."""
     found = facts["beside"]
     assert max(found["errors"]) < 1e-4, found["errors"]

@@ -120,7 +120,7 @@ def test_one_rank_is_no_ranks() -> None:
     assert str(autopar.verify(model, 1, args)).startswith("1 rank equals one: ")
 
 
-def test_halves_take_whole_nodes_first() -> None:
+def test_halves_take_full_nodes_first() -> None:
     world = autopar.World.preset("dgx-h100", 32)
     sizes = [tuple(level.ranks for level in half.levels) for half in _halves(world)]
     assert sizes == [(8, 2), (8, 1), (4, 1), (2, 1), (1, 1)]

@@ -1,0 +1,70 @@
+"""Runs a derived forward such that the forwards of one step gather their weights once
+(passes/overlap/weight_reuse.py).
+
+Example: the first of four micro-batches runs the form that also returns what it gathers, which is
+kept in the step's `StepWeights`; the other three take it from there. The further forms are made
+when a step first has StepWeights, as most modules need none. runtime/backends.py has one
+ReusingForward for each derived forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir.graph import copy_graph
+from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights, with_gathered
+
+Run = Callable[[list[Any]], Any]
+
+
+class StepWeights:
+    """The gathered weights of one step, once its first forward has run."""
+
+    def __init__(self) -> None:
+        self.gathered: list[torch.Tensor] | None = None
+
+
+class ReusingForward:
+    """The forms of one derived forward. `parameters`: the names of the placeholders that no forward
+    of a step changes. `names`: the nodes that are kept; none where ranks gather no weight.
+    """
+
+    def __init__(self, forward: fx.Graph, parameters: Collection[str]) -> None:
+        self._graph = copy_graph(forward)  # scheduling changes the other one
+        self.names = gathered_weights(self._graph, parameters)
+        self._alone: Run | None = None
+        self._gathering: Run | None = None
+        self._reusing: Run | None = None
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether the further forms can run."""
+        return self._reusing is not None
+
+    def begin(self, alone: Run) -> None:
+        """Take what runs the forward as it was derived."""
+        self._alone = alone
+
+    def make(self, compiled: Callable[[fx.Graph], Run]) -> None:
+        """Make the further forms, each made runnable by `compiled`."""
+        self._gathering = compiled(with_gathered(self._graph, self.names))
+        self._reusing = compiled(from_gathered(self._graph, self.names))
+
+    def run(self, values: list[Any], weights: StepWeights | None) -> Any:
+        """Run the forward: as it was derived where there are no `weights` to keep, else gather them
+        or take them from there.
+        """
+        if weights is None or self._gathering is None or self._reusing is None:
+            assert self._alone is not None
+            return self._alone(values)
+        if weights.gathered is not None:
+            values.extend(weights.gathered)
+            return self._reusing(values)
+        results = self._gathering(values)
+        own = len(results) - len(self.names)
+        weights.gathered = list(results[own:])
+        return results[:own]
