@@ -10,7 +10,8 @@ split it. Where those have other sizes, the plan is carried over to dims that ar
 multiple of their own axes, as small as can be, so that plain Shards hold the parameters; only where
 it cannot be carried over is it searched again. One more search is made without padding, where none
 was used or a dim grew by more than a hundredth: the plan with padding is taken where its step is
-shorter. A model whose dims divide is searched once.
+shorter. Where it grew by less and no op splits it, only its storage, the plan is carried over to
+the dim without padding, which need not be sliced off. A model whose dims divide is searched once.
 
 An annotated program, a world, a request and the search enter; the program with its plan leaves,
 padded or as it was. `with_padding_of` pads a program again as a plan says;
@@ -30,13 +31,14 @@ from autopar.cost.simulator import bucket_seconds
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.dim_roles import dim_kinds
 from autopar.ir.graph import producer, remember
-from autopar.ir.layout import Layout
-from autopar.ir.padding import Pad, plain_shards, resize
+from autopar.ir.layout import I, Layout, S
+from autopar.ir.padding import Pad, Pads, plain_shards, resize
 from autopar.ir.plan import Choice, Padding, Plan
 from autopar.ir.program import Atom, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of
 from autopar.passes import annotate, emit_program
 from autopar.passes.pad import check, pad, paddable, weights_of
+from autopar.planner.bound import lower_bounds, with_bounds
 from autopar.planner.named_layouts import roles_of
 from autopar.planner.objective import cost_terms
 from autopar.planner.request import GridContext, Layouts, PlanRequest
@@ -69,7 +71,9 @@ def search_with_padding(
     except (LayoutError, PlanError):
         padded = None
     if padded is not None and _growth(_plan(padded)) <= _NEGLIGIBLE:
-        return padded  # whatever splits without padding was searched, too
+        # whatever splits without padding was searched, too
+        bare = _without_padding(padded, program, world, request)
+        return padded if bare is None or _is_faster(padded, bare, world, request) else bare
     try:
         plain = search(program)
     except LayoutError:
@@ -334,45 +338,18 @@ def _carried_over(planned: Program, wide: Program, narrow: Program, world: World
         for old, new in zip(wide.padding[value], pads, strict=True)
     )
 
-    nodes = {node.name: node for node in narrow.module.graph.nodes}
-
-    def at(layout: Layout | None, value: Value | None) -> Layout | None:
-        if layout is None or value is None:
-            return layout
+    def at(layout: Layout, value: Value, shape: tuple[int, ...]) -> Layout:
         if value in narrow.padding:
             return resize(layout, wide.padding[value], narrow.padding[value])
-        shape = shape_of(results_of(nodes[value[0]])[value[1]])
         if layout.shape != shape:  # of a weight that is padded piece by piece in the graph
             raise LayoutError(f"{value[0]} of {shape} has no padding to carry {layout.shape} to")
         return layout
 
-    def of(layout: Layout, value: Value) -> Layout:
-        again = at(layout, value)
-        assert again is not None
-        return again
-
-    def choice_of(node: fx.Node, choice: Choice) -> Choice:
-        sources = [None if n is None else producer(n) for n in operands_of(node)]
-        return dataclasses.replace(
-            choice,
-            operands=tuple(map(at, choice.operands, sources)),
-            results=tuple(of(layout, (node.name, i)) for i, layout in enumerate(choice.results)),
-        )
-
-    outputs = {str(n): entry.node for n, entry in enumerate(narrow.signature.outputs)}
     try:
         plan = dataclasses.replace(
-            plan,
-            choices={name: choice_of(nodes[name], each) for name, each in plan.choices.items()},
-            stored={name: of(layout, (name, 0)) for name, layout in plan.stored.items()},
-            copies={value: of(layout, value) for value, layout in plan.copies.items()},
-            outputs={
-                number: of(layout, producer(nodes[outputs[number] or ""]))
-                for number, layout in plan.outputs.items()
-            },
+            _with_layouts(plan, narrow, at),
             bound=plan.bound * shrunk,
             meshes=tuple((mesh, bound * shrunk) for mesh, bound in plan.meshes),
-            memory=None,  # of the larger sizes
         )
     except LayoutError:
         return None
@@ -382,6 +359,104 @@ def _carried_over(planned: Program, wide: Program, narrow: Program, world: World
     seconds = sum(cost_terms(carried, plan, world).values())
     plan = dataclasses.replace(plan, seconds=seconds, bound=min(plan.bound, seconds))
     return dataclasses.replace(carried, plan=plan)
+
+
+def _with_layouts(
+    plan: Plan, program: Program, at: Callable[[Layout, Value, tuple[int, ...]], Layout]
+) -> Plan:
+    """Return a plan of a program with other padding for this one: `at` takes the layout of a value
+    there, the value, and its shape here, and returns the layout here, or raises LayoutError.
+    """
+    nodes = {node.name: node for node in program.module.graph.nodes}
+
+    def of(layout: Layout, value: Value) -> Layout:
+        return at(layout, value, shape_of(results_of(nodes[value[0]])[value[1]]))
+
+    def choice_of(node: fx.Node, choice: Choice) -> Choice:
+        sources = [None if n is None else producer(n) for n in operands_of(node)]
+        return dataclasses.replace(
+            choice,
+            operands=tuple(
+                layout if layout is None or source is None else of(layout, source)
+                for layout, source in zip(choice.operands, sources, strict=True)
+            ),
+            results=tuple(of(layout, (node.name, i)) for i, layout in enumerate(choice.results)),
+        )
+
+    outputs = {str(n): entry.node for n, entry in enumerate(program.signature.outputs)}
+    return dataclasses.replace(
+        plan,
+        choices={n: choice_of(nodes[n], each) for n, each in plan.choices.items() if n in nodes},
+        stored={name: of(layout, (name, 0)) for name, layout in plan.stored.items()},
+        copies={v: of(layout, v) for v, layout in plan.copies.items() if v[0] in nodes},
+        outputs={
+            number: of(layout, producer(nodes[outputs[number] or ""]))
+            for number, layout in plan.outputs.items()
+        },
+        memory=None,  # of other sizes
+    )
+
+
+def _without_padding(
+    planned: Program, program: Program, world: World, request: PlanRequest
+) -> Program | None:
+    """Return the program as it is with the plan of "auto" found with padding, where only storage
+    splits what is padded: the vocabulary is stored in parts of its columns, if it was in rows, and
+    its bias whole. None where an op splits it, or the plan is of another layout.
+    """
+    if request.layout != "auto":
+        return None
+    plan = _plan(planned)
+
+    def at(layout: Layout, value: Value, shape: tuple[int, ...]) -> Layout:
+        if layout.shape == shape:
+            return layout
+        pads = planned.padding.get(value, ())
+        layout = resize(layout, pads, [each._replace(padded=each.size) for each in pads])
+        if layout.shape != shape:
+            raise LayoutError(f"{value[0]} of {shape} has no padding that {layout.shape} has")
+        return layout
+
+    try:
+        stored = {n: _in_other_dims(layout, planned.pads(n)) for n, layout in plan.stored.items()}
+        plan = _with_layouts(dataclasses.replace(plan, stored=stored), program, at)
+    except LayoutError:
+        return None
+    meshes = candidates("auto", world.ranks, program)
+    bounds = lower_bounds(program, meshes, world)
+    seconds = sum(cost_terms(program, plan, world).values())
+    plan = dataclasses.replace(
+        plan,
+        seconds=seconds,
+        bound=min(*bounds, seconds),
+        meshes=with_bounds(meshes, bounds),
+        padding=(),
+    )
+    return dataclasses.replace(program, plan=plan)
+
+
+def _in_other_dims(layout: Layout, pads: Pads) -> Layout:
+    """Return the layout of a parameter without its padding: axes that hold digits of a padded dim
+    split the first other dim; the only dim of a parameter stays whole. Raises LayoutError where
+    sizes do not divide.
+    """
+    if not pads:
+        return layout
+    sizes = {each.dim: each.outer * each.size * each.inner for each in pads}
+    shape = tuple(sizes.get(dim, size) for dim, size in enumerate(layout.shape))
+    other = next((dim for dim in range(len(shape)) if dim not in sizes), None)
+    states, left = list(layout.states), list(shape)
+    for place in layout.mesh.storage_order:
+        state, axis = states[place], layout.mesh.axes[place]
+        dim = other if state.dim in sizes else state.dim
+        if dim is None:
+            states[place] = I
+        elif state.kind == "S":
+            left[dim], rest = divmod(left[dim], axis.size)
+            if rest:
+                raise LayoutError(f"axis {axis.name} of size {axis.size} splits no dim of {shape}")
+            states[place] = S(dim, left[dim])
+    return Layout(layout.mesh, shape, tuple(states))
 
 
 def _annotated(program: Program, sizes: Sizes) -> Program:

@@ -90,15 +90,21 @@ def _by_step(
     """Return contenders in order of their simulated steps. Those that could hardly be the fastest
     even if what can overlap took no time are not simulated; they come last. `known`: steps of some,
     to which those of others are added.
+
+    A step of many small collectives is shorter than their sum, as buckets join them: EfficientNet's
+    on eight H100, 14.5 ms, of which 17.2 are exposed by the sum. So what is exposed is also held
+    against what is exposed of the fastest.
     """
     steps: dict[Contender, float] = {}
-    least = shares(world)[-1]
+    least, longest = shares(world)[-1], 0.0
     for done, contender in enumerate(sorted(contenders, key=lambda each: each.least_step)):
         tell("plans simulated", done, len(contenders))
-        if not steps or exposed_seconds(contender, least) <= _HARDLY * min(steps.values()):
+        if not steps or exposed_seconds(contender, least) <= longest:
             if contender not in known:
                 known[contender] = _step(contender.deep, world)
             steps[contender] = known[contender]
+            fastest = min(steps, key=lambda each: steps[each])
+            longest = _HARDLY * max(steps[fastest], exposed_seconds(fastest, least))
     _confirm_first(steps, world)
     return sorted(contenders, key=lambda each: (steps.get(each, math.inf), each.least_step))
 

@@ -71,6 +71,8 @@ class Check:
     the distance that AdamW can move it in these steps (rate · steps) if that is larger. AdamW's
     epsilon is 1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as
     that of a bias before a batch norm, would else be scaled up to a full step, and grow from there.
+    Where all gradients are zero but for rounding, it is 1e-3 · the largest terms that cancel in
+    them.
     """
 
     loss_error: float
@@ -359,7 +361,8 @@ def _largest_gradient(gradients: Mapping[Any, Tensor | None]) -> float:
 def _adam_epsilon(single: Reference) -> float:
     named = {n: t for n, t in single.values.items() if str(n).startswith(_GRADIENT_NAMES[0])}
     floor = max((single.floor(name) for name in named), default=0.0)
-    return max(1e-8, _EPSILON * max(_largest_gradient(named), floor))
+    largest = _largest_gradient(named)
+    return max(1e-8, _EPSILON * largest if largest > floor else floor)
 
 
 def _gradient_errors(

@@ -40,7 +40,7 @@ Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) f
 `benchmarks/zoo/real_models.json`; what has no row or no cell yet is run, `--again` runs all.
 
 The models of papers at their sizes, on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and
-Gemma-2 in bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW; each plan may take 120
+Gemma-2 in bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW; each plan may take 600
 CPU seconds. `whole` is the share of the model's FLOPs in products, convolutions and attention that
 several ranks run whole; with a `*` it is `auto`'s choice, as splitting them would take longer;
 behind a `+` stand the ops without a rule. `step` is the modelled step beside that of one rank (of

@@ -25,7 +25,7 @@ from autopar.planner.tracing import trace_model
 from benchmarks.zoo.rows import Row, reason
 from benchmarks.zoo.sizes import Example, Factory
 
-RANKS, CPU_SECONDS = 8, 120
+RANKS, CPU_SECONDS = 8, 600
 ALONE, LAYOUTS = "one rank", ("fsdp", "megatron", "auto")
 NOT_DONE = "not done after {} CPU seconds"
 ENOUGH = 1e14  # bytes: how much one rank would hold is asked, not whether it can

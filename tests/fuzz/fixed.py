@@ -42,6 +42,8 @@ MENDED = {
     # values that are zero but for rounding
     "one number's cosine": "images 2x2x2x2 | swiglu:430 argmax_hot:743 | cosine_loss:231 return_loss:0 | | 2 | 'megatron'",
     "mean of an instance norm": "sequences 4x4x8 | linear:1 instance_norm:1 | mean_square:0 return_no_loss_but_two:3 | | 4 | 'auto'",
+    # and every gradient is zero but for rounding: AdamW scaled the noise up at a saddle
+    "two rows at a saddle": "ids 2x2 | embedding_bag:838 batch_norm:502 normalize:285 | variance_loss:878 return_loss:0 | | 2 | 'ddp'",
 }
 
 # Every one is right by verify and by the module itself.

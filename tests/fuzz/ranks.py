@@ -52,6 +52,8 @@ def run_built(built: Built, layout: str, ranks: int) -> Result:
     try:
         differs = _compared(built, layout, ranks)
         kind, said = ("wrong", f"on gloo, {differs}") if differs else ("ok", "")
+    except Unfit as unfit:
+        kind, said = "unfit", str(unfit)
     except Exception as error:
         kind, said = "error", described(error)
         if refused(error):
@@ -77,7 +79,7 @@ def _compared(built: Built, layout: str, ranks: int) -> str:
     def differ(expected: Trained) -> str:
         return differences(found, expected, tolerance, lambda name, unsharded: unsharded)
 
-    return agrees(differ, lambda: again(built), masks)
+    return agrees(differ, lambda: again(built), masks, tolerance)
 
 
 def _trained(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.ops import sharded
 
 from .habits import Session
-from .source import Built
+from .source import Built, Unfit
 
 # the function of that name hides the module
 sharded_dropout = importlib.import_module("autopar.ops.sharded.dropout")
@@ -40,6 +40,7 @@ class Trained:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    room: dict[str, float] = field(default_factory=dict)  # of a value: see `agrees`
 
 
 def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
@@ -61,11 +62,19 @@ def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
 
 
 def trained(
-    built: Built, masks: Sequence[Sequence[int]] = (), counts: list[int] | None = None
+    built: Built,
+    masks: Sequence[Sequence[int]] = (),
+    counts: list[int] | None = None,
+    off: float = 0.0,
 ) -> Trained:
     """The module of this text, made anew, trained. `masks`: the seeds of draws in every step, and
-    in every habit; `counts` gets how many draws each of them made.
+    in every habit; `counts` gets how many draws each of them made. `off`: how far each parameter is
+    off to begin with, as a share of it.
     """
+    draws = torch.Generator().manual_seed(0)
+    for parameter in built.model.parameters() if off else ():
+        shares = torch.rand(parameter.shape, generator=draws, dtype=torch.float64)
+        parameter.detach().mul_(1 - off * shares)
     seeds = iter(masks)
 
     def call(act: Callable[[], list[Any]]) -> list[Any]:
@@ -182,25 +191,47 @@ class _Replay(TorchFunctionMode):
 
 
 def agrees(
-    differ: Callable[[Trained], str], text: Callable[[], Built], masks: list[list[int]]
+    differ: Callable[[Trained], str],
+    text: Callable[[], Built],
+    masks: list[list[int]],
+    tolerance: float,
+    alarm: str = "",
 ) -> str:
-    """What differs between the parallel program and the module; "" where nothing does.
+    """What differs between the parallel program and the module; "" where nothing does. `alarm`:
+    what verify said of it. Raises Unfit where rounding moves the module's own values as far.
 
     Seeds of a step are in the order in which the traced graph draws, as their upper words number
     its draws. A draw whose result nothing uses is not in that graph: which ones, is tried out.
     """
     seeds: list[list[int]] = [sorted(step) for step in masks]
     counts: list[int] = []
-    first = differ(trained(text(), seeds, counts))
+    expected = trained(text(), seeds, counts)
+    first = differ(expected)
     fewer = {(n, len(step)) for n, step in zip(counts, seeds) if n > len(step)}
-    if not first or len(fewer) != 1:
-        return first
-    ((draws, used),) = fewer
-    for drawn in itertools.combinations(range(draws), used):
-        spread = [_spread(step, drawn, draws) if len(step) == used else step for step in seeds]
-        if not differ(trained(text(), spread)):
-            return ""
+    if first and len(fewer) == 1:
+        ((draws, used),) = fewer
+        for drawn in itertools.combinations(range(draws), used):
+            spread = [_spread(step, drawn, draws) if len(step) == used else step for step in seeds]
+            if not differ(trained(text(), spread)):
+                return ""
+    if first or alarm:
+        expected.room = _room(trained(text(), seeds, off=ROUNDING), expected, tolerance)
+        moved = [name for name, times in expected.room.items() if first or times > _OFTEN]
+        if moved and not differ(expected):
+            raise Unfit(f"{first or alarm}; rounding moves {', '.join(moved)} of the module")
     return first
+
+
+# A row that is zero, divided by its norm, has a gradient of 1e12 times terms that may cancel.
+ROUNDING, _OFTEN = 2.0**-46, 100.0
+
+
+def _room(off: Trained, expected: Trained, tolerance: float) -> dict[str, float]:
+    """By how many times the tolerance values may be off: _OFTEN as far as they move when parameters
+    are off by ROUNDING; those that may by more than once.
+    """
+    moved = {name: _OFTEN * times for name, times in _apart(off, expected, tolerance)}
+    return {name: times for name, times in moved.items() if times > 1}
 
 
 def _spread(seeds: Sequence[int], drawn: Sequence[int], draws: int) -> list[int]:
@@ -246,21 +277,32 @@ def differences(
     """
     if len(actual.outputs) != len(expected.outputs):
         return f"{len(actual.outputs)} outputs, not {len(expected.outputs)}"
+    for what in ("gradients", "parameters", "buffers"):
+        ours, theirs = getattr(actual, what), getattr(expected, what)
+        if ours.keys() != theirs.keys():
+            return f"{what} of {sorted(ours.keys() ^ theirs.keys())} on one side only"
+    for name, times in _apart(actual, expected, tolerance, cut):
+        if times > expected.room.get(name, 1):
+            return f"{name} is off by {times * tolerance:.1e} (relative)"
+    return ""
+
+
+def _apart(
+    actual: Trained,
+    expected: Trained,
+    tolerance: float,
+    cut: Callable[[str, Any], Any] = lambda name, whole: whole,
+) -> Iterator[tuple[str, float]]:
+    """Yields how many times the tolerance each value is off, by its name."""
+    for i, (ours, theirs) in enumerate(zip(actual.outputs, expected.outputs)):
+        name = f"outputs[{i}]"
+        yield name, difference(ours, cut(name, theirs), tolerance, 0.01)
     largest = [_largest(g) for g in expected.gradients.values() if g is not None]
     floor = max([0.01 * max(largest, default=0.0), 1e-6])
-    pairs = [
-        (f"outputs[{i}]", x, y, 0.01)
-        for i, (x, y) in enumerate(zip(actual.outputs, expected.outputs))
-    ]
     # A parameter whose gradient is zero but for rounding moves by that of the largest ones.
     moved = max([0.01, *(0.01 * _largest(p) for p in expected.parameters.values())])
     for what, least in (("gradients", floor), ("parameters", moved), ("buffers", 0.01)):
         ours, theirs = getattr(actual, what), getattr(expected, what)
-        if ours.keys() != theirs.keys():
-            return f"{what} of {sorted(ours.keys() ^ theirs.keys())} on one side only"
-        pairs += [(f"{what}[{n!r}]", ours[n], theirs[n], least) for n in theirs]
-    for name, ours, theirs, least in pairs:
-        times = difference(ours, cut(name, theirs), tolerance, least)
-        if times > 1:
-            return f"{name} is off by {times * tolerance:.1e} (relative)"
-    return ""
+        for key in theirs:
+            name = f"{what}[{key!r}]"
+            yield name, difference(ours[key], cut(name, theirs[key]), tolerance, least)

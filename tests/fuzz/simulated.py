@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 import traceback
 from collections.abc import Iterator
@@ -82,9 +83,11 @@ def _compare_simulated(built: Built, layout: str, ranks: int) -> Result:
     try:
         kind, said = _verified(built, layout, ranks, found)
         if found and kind in ("ok", "false alarm"):
-            differs = _simulated(found[0], built)
+            differs = _simulated(found[0], built, said)
             if differs:
                 kind, said = "wrong", f"{'verify passes; ' if kind == 'ok' else ''}{differs}"
+    except Unfit as unfit:
+        kind, said = "unfit", str(unfit)
     except Exception as error:
         kind, said = "error", described(error)
     return Result(kind, said, built.kinds)
@@ -144,8 +147,10 @@ def read_layout(text: str, built: Built, ranks: int) -> tuple[Any, World | None]
 
 
 # -- simulated ranks -------------------------------------------------------------------------------
-def _simulated(program: Program, built: Built) -> str:
-    """What differs between the program on its ranks and the module; "" where nothing does."""
+def _simulated(program: Program, built: Built, alarm: str = "") -> str:
+    """What differs between the program on its ranks and the module; "" where nothing does.
+    `alarm`: what verify said of it.
+    """
     assert program.plan is not None
     mesh, masks = program.plan.mesh, [[] for _ in range(STEPS)]
     fresh = run_text(built.text, built.used)
@@ -165,7 +170,8 @@ def _simulated(program: Program, built: Built) -> str:
                 return f"on rank {rank} of mesh {mesh}, {said}"
         return ""
 
-    return agrees(differ, lambda: run_text(built.text, built.used), masks)
+    text = functools.partial(run_text, built.text, built.used)
+    return agrees(differ, text, masks, tolerance, alarm)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ _numbers = count()
 
 
 class Unfit(Exception):
-    """No module can be made of the case: nothing is left of it."""
+    """No module can be made of the case: nothing is left of it, or its values are rounding."""
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,23 @@ def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
     assert simulated == ["first", "near", "leans"]
 
 
+def test_what_is_exposed_by_the_sum_may_be_less_in_steps_of_many_small_collectives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first one's step is shorter than what is exposed of it, so those are simulated too of
+    which little more is exposed: EfficientNet-B4's fastest plan on eight H100 was one of them.
+    """
+    steps = {"first": 0.8, "next": 0.75, "far": 0.9}
+    monkeypatch.setattr(simulate, "_step", lambda deep, _: steps[deep.program.name])
+    monkeypatch.setattr(simulate, "_blocks_of_step", lambda deep: deep)
+    known: dict[Contender, float] = {}
+    given = [contender(1.0, 0.97, "first"), contender(1.05, 1.02, "next"),
+             contender(1.3, 1.25, "far")]  # fmt: skip
+    found = [one.deep.program.name for one in simulate._by_step(given, WORLD, known)]
+    assert found == ["next", "first", "far"]
+    assert [one.deep.program.name for one in known] == ["first", "next"]
+
+
 def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -126,6 +126,20 @@ def test_a_wrong_sum_is_found_by_both_comparisons() -> None:
     assert result.kind == "wrong" and "on rank 0 of mesh data2" in result.said
 
 
+def test_rounding_of_the_module_itself_is_no_failure() -> None:
+    """A row of zeros, divided by its norm: a bias behind it has a gradient of 1e12 times terms that
+    cancel. Any other value that is wrong is found all the same.
+    """
+    case = Case.parse(
+        "ids 3x6 | embedding:650 noise:841 unbind:719 mlp:1 linear:1 amax:702 instance_norm:818 | "
+        "contrastive:0 return_loss:0 | | 3 | 'ddp'"
+    )
+    result = run(case, 570354)
+    assert result.kind == "unfit" and "rounding moves" in result.said, result.said
+    with mock.patch.object(lockstep, "_sum", lambda values: values[0].clone()):
+        assert run(case, 570354).kind == "wrong"
+
+
 def test_every_habit_is_drawn_and_becomes_a_line_that_acts_on_the_module() -> None:
     drawn = [random_case(seed, (2, 2)) for seed in range(1000)]
     assert sum(len(case.habits) for case in drawn) > 500
