@@ -62,7 +62,7 @@ def the_table_is_put_back() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("own", "pattern", "options"),
     [
-        (matmul, "m k, k n -> m n", {"sum": "k", "linear": ("0", "1"), "matmul": "m | n | k"}),
+        (matmul, "m k, k n -> m n", {"sum": "k", "linear": ("0", "1"), "product": "m | n | k"}),
         (affine, "m k, k n, n -> m n", {"sum": "k", "added": "2", "linear": ("0 2", "1 2")}),
         (shares, "... n -> ... n", {"whole": "n"}),
         (bent, "m n, m n -> m n", {"linear": ("1",)}),
