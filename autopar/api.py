@@ -145,7 +145,13 @@ def _plan_divided(
             chosen = choose_plan(pipeline, analysed, machines, inner)
             return finish_plan(pipeline, source, chosen, machines, inner, parts)
 
-        return fit_in_stages(plan_stage, request)[1]
+        def finish(decided: Plan) -> Plan:
+            assert decided.context is not None
+            chosen = dataclasses.replace(decided.context.source, plan=decided)
+            as_decided = dataclasses.replace(request, budget=None)
+            return finish_plan(pipeline, source, chosen, machines, as_decided, parts)
+
+        return fit_in_stages(plan_stage, finish, request)[1]
     program = choose_plan(pipeline, analysed, machines, request)
     best = finish_plan(pipeline, source, program, machines, request, parts)
     if not smaller or microbatches > 1:

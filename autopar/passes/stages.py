@@ -35,7 +35,8 @@ from autopar.ir.program import Input, Output, Program
 class Stage:
     """One stage: its program, whose placeholders are the inputs of the whole that it reads and then
     what it `receives` from the stage before, and which returns what it `sends` to the next one and
-    then its own `results`, the places of these among the results of the whole.
+    then its own `results`, the places of these among the results of the whole. `blocks`: the names
+    of the repeated blocks that it runs.
     """
 
     number: int
@@ -43,6 +44,7 @@ class Stage:
     receives: tuple[str, ...]
     sends: tuple[str, ...]
     results: tuple[int, ...]
+    blocks: tuple[str, ...] = ()
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -61,7 +63,7 @@ def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
             f"stages: the input {fed[0]} requires a gradient, which no stage sends back: detach "
             "it, or plan without stages"
         )
-    home = _homes(program, firsts)
+    home, stage_of = _homes(program, firsts), _stage_of_blocks(program, firsts)
     count = len(firsts) + 1
     trains = any(e.trainable for e in program.signature.inputs if e.kind == "parameter")
     graph = program.module.graph
@@ -90,6 +92,8 @@ def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
         own = [n for n, stage in home.items() if stage == number]
         places = tuple(i for i, stage in enumerate(homes_of_results) if stage == number)
         stage = _stage(program, number, own, received, sent, places)
+        own_blocks = tuple(name for name, n in stage_of.items() if n == number)
+        stage = dataclasses.replace(stage, blocks=own_blocks)
         if trains and not any(
             e.trainable for e in stage.program.signature.inputs if e.kind == "parameter"
         ):

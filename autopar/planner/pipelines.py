@@ -14,23 +14,25 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 
 from torch import fx
 
-from autopar.cost.memory import text_of
-from autopar.cost.peak import peak_and_saved
+from autopar.cost.memory import Budget, text_of
 from autopar.cost.pipeline import PipelineStep, StageSeconds, simulate_pipeline
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
 from autopar.errors import LayoutError, PlanError
-from autopar.ir.graph import block_of
 from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, most_in_flight
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
 from autopar.passes import stages as cutting
 from autopar.passes.stages import Stage
+from autopar.planner.ladders import Rematerialized
 from autopar.planner.request import PlanRequest, Stages
+from autopar.planner.stage_memory import StageMemory, join_rungs, memory_of_rank, rungs_of_ranks
 from autopar.world import World
 
 _ROUNDS = (2, 4)  # stages of a rank that "auto" tries besides one
@@ -39,6 +41,8 @@ _TRIES = 3  # plans of one stage, until the pipeline fits
 _MORE = 1.1  # of the bytes that a rank has too many, to take off the next plan
 _FEW_STAGES = 4  # each with a note of its own
 _ALIKE = 1e-3  # of their seconds
+# Whether weights are gathered, and gradients that are scattered summed, once a step.
+_OFTEN = ((True, True), (False, True), (False, False))
 
 
 def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest]:
@@ -112,13 +116,20 @@ def _world_of_stage(world: World, requested: Stages) -> World:
 
 
 def fit_in_stages(
-    plan_stage: Callable[[PlanRequest], Plan], request: PlanRequest
+    plan_stage: Callable[[PlanRequest], Plan], finish: Callable[[Plan], Plan], request: PlanRequest
 ) -> tuple[Plan, Plan]:
     """Return the plan that `plan_stage` makes for the ranks of a stage, and that of the step in
-    stages, the same where none are asked for. A rank of a pipeline keeps what several micro-batches
-    save; where that is too much, the plan of one stage is made with less memory, so that its blocks
-    save less. Raises PlanError where no stage fits.
+    stages, the same where none are asked for. `finish`: gives a stage's plan with other blocks that
+    run again its graph. Raises PlanError where no stage fits.
+
+    A rank of a pipeline keeps what several micro-batches save, the first rank the most, so every
+    rank recomputes as much as it must. Where all that a rank can recompute is too little, the plan
+    of a stage is made with less memory, so that its layout holds less.
     """
+    limited = request.stages is not None and request.memory_bytes is not None
+    if limited and request.recompute == "auto":
+        with suppress(PlanError):  # its layout holds too much
+            return _fit_by_rank(plan_stage, finish, request)
     refused: NoRoom | None = None
     inner = request
     for _ in range(_TRIES):
@@ -140,6 +151,40 @@ def fit_in_stages(
     raise refused
 
 
+def _fit_by_rank(
+    plan_stage: Callable[[PlanRequest], Plan], finish: Callable[[Plan], Plan], request: PlanRequest
+) -> tuple[Plan, Plan]:
+    """Return what `fit_in_stages` does, of the layout that is the fastest where nothing runs again;
+    each rank then recomputes as much as it must. Raises PlanError where that is too little.
+    """
+    assert request.budget is not None
+    budget = dataclasses.replace(request.budget, recompute="none")
+    stage_plan = plan_stage(dataclasses.replace(request, budget=budget))
+    context, limit = stage_plan.context, _limit(request)
+    assert context is not None and limit is not None and request.stages is not None
+    tried: list[tuple[float, Plan]] = []
+    for gathers, sums in _OFTEN:
+        if gathers > stage_plan.gathers_once or sums > stage_plan.sums_once:
+            continue
+        plan = dataclasses.replace(
+            stage_plan, gathers_once=gathers, sums_once=sums, interleaved=False
+        )
+        full = dataclasses.replace(context.program, plan=dataclasses.replace(plan, context=None))
+        for run in _runs(full, context.source.module.graph, request.stages, None, limit):
+            fitting = run.with_rungs(limit)
+            if fitting is None or (gathers and (fitting[0].recompute or fitting[0].regather)):
+                continue  # what is gathered again in the backward is not kept
+            rung, seconds = fitting
+            tried.append((seconds, dataclasses.replace(plan, **rung._asdict())))
+        if any(not (plan.recompute or plan.regather) for _, plan in tried):
+            break  # what comes later sends more, and holds less
+    if not tried:
+        raise PlanError("no rank of the pipeline can recompute enough")
+    _, best = min(tried, key=lambda each: each[0])
+    stage_plan = stage_plan if best.decides_as(stage_plan) else finish(best)
+    return stage_plan, in_stages(stage_plan, request)
+
+
 def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Plan:
     """Return the plan of a step in stages, of one for the ranks of a stage; the plan itself where
     none are asked for. `like`: a plan of the same model, whose stages begin at the same blocks.
@@ -151,8 +196,9 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     assert context is not None
     alone = dataclasses.replace(plan, interleaved=False, context=None)
     full = dataclasses.replace(context.program, plan=alone)
-    runs = _runs(full, context.source.module.graph, requested, like)
-    run, memory = _fastest_that_fits(runs, limit := _limit(request))
+    limit = _limit(request)
+    runs = _runs(full, context.source.module.graph, requested, like, limit)
+    run, memory = _fastest_that_fits(runs, limit)
     pipeline, step = run.pipeline, run.step
     most = max(memory, key=lambda each: each.peak)
     planned = dataclasses.replace(
@@ -194,51 +240,84 @@ class _Run:
     seconds: tuple[StageSeconds, ...]
     actions: tuple[tuple[Action, ...], ...]
     step: PipelineStep
+    known: StageMemory
 
     @staticmethod
-    def of(full: Program, schedule: str, pipeline: Pipeline, starts: tuple[str, ...]) -> _Run:
-        """Return the run of a program that is cut at these blocks."""
+    def of(
+        full: Program,
+        schedule: str,
+        pipeline: Pipeline,
+        starts: tuple[str, ...],
+        known: StageMemory,
+    ) -> _Run:
+        """Return the run of a program that is cut at these blocks. `known`: of its stages."""
         plan = full.plan
         assert plan is not None
         stages = cutting.cut(full, starts)
         cutting.check(full, stages)
-        seconds = tuple(_seconds(stage, full) for stage in stages)
+        by_look: dict[str, StageSeconds] = {}
+        for stage in stages:
+            if known.look(stage) not in by_look:
+                by_look[known.look(stage)] = _seconds(stage, full)
+        seconds = tuple(by_look[known.look(stage)] for stage in stages)
         order = actions(schedule, pipeline, plan.microbatches)
         step = simulate_pipeline(pipeline, order, seconds)
-        return _Run(schedule, pipeline, starts, stages, seconds, order, step)
+        return _Run(schedule, pipeline, starts, stages, seconds, order, step, known)
 
     def memory(self) -> tuple[Memory, ...]:
         """Return what each rank of the pipeline holds at its peak."""
-        ranks = range(self.pipeline.ranks)
+        by_stage = {stage.number: self.known.of(stage) for stage in self.stages}
         return tuple(
-            _memory_of_rank(self.stages, self.actions, self.pipeline, rank) for rank in ranks
+            memory_of_rank(by_stage, self.actions[rank], self.pipeline, rank)
+            for rank in range(self.pipeline.ranks)
         )
 
+    def with_rungs(self, limit: float) -> tuple[Rematerialized, float] | None:
+        """Return which blocks run again so that every rank fits the limit of bytes, and the seconds
+        of the step then; None where some rank does not.
+        """
+        tried = rungs_of_ranks(self.stages, self.actions, self.pipeline, self.known)
+        if any(each.memory.peak > limit for each in tried):
+            return None
+        rung = join_rungs(each.rung for each in tried)
+        seconds = [
+            own._replace(backward=own.backward + self.known.seconds(stage, rung))
+            for stage, own in zip(self.stages, self.seconds, strict=True)
+        ]
+        return rung, simulate_pipeline(self.pipeline, self.actions, seconds).seconds
 
-def _runs(full: Program, traced: fx.Graph, requested: Stages, like: Plan | None) -> list[_Run]:
+
+def _runs(
+    full: Program,
+    traced: fx.Graph,
+    requested: Stages,
+    like: Plan | None,
+    limit: float | None = None,
+) -> list[_Run]:
     """Return the runs that are asked for of a program that was traced as this graph and emitted,
     the fastest first: of one schedule, or with "auto" of
     1f1b and of interleaved ones, of which the bubble shrinks with the rounds. GPipe and looped-bfs
-    have the bubbles of these two, and hold more.
+    have the bubbles of these two, and hold more. `limit`: the bytes of a device.
     """
-    count = _count(requested)
+    count, plan = _count(requested), full.plan
+    assert plan is not None
+    run = partial(_Run.of, full, known=StageMemory(plan.world, Budget(limit, plan.optimizer)))
     if like is not None:
-        return [_Run.of(full, like.schedule, like.pipeline, like.stage_starts)]
-    assert full.plan is not None
-    by_node = compute_seconds_by_node(full, full.plan.world)
+        return [run(like.schedule, like.pipeline, like.stage_starts)]
+    by_node = compute_seconds_by_node(full, plan.world)
     by_block = cutting.seconds_by_block(traced, by_node)
     if requested.schedule != "auto":
         pipeline = Pipeline(count, requested.rounds)
         starts = cutting.balance(by_block, pipeline.stages)
-        return [_Run.of(full, requested.schedule, pipeline, starts)]
-    runs = [_Run.of(full, "1f1b", Pipeline(count), cutting.balance(by_block, count))]
+        return [run(requested.schedule, pipeline, starts)]
+    runs = [run("1f1b", Pipeline(count), cutting.balance(by_block, count))]
     for rounds in _ROUNDS:
         pipeline = Pipeline(count, rounds)
         if pipeline.stages > len(by_block):
             break
         try:
             starts = cutting.balance(by_block, pipeline.stages)
-            runs.append(_Run.of(full, "interleaved", pipeline, starts))
+            runs.append(run("interleaved", pipeline, starts))
         except PlanError:  # not for this number of micro-batches, or a stage trains nothing
             break
     return sorted(runs, key=lambda run: run.step.seconds)
@@ -274,7 +353,8 @@ def memory_by_rank(plan: Plan) -> tuple[Memory, ...]:
 
 def _run_of(plan: Plan) -> _Run:
     assert plan.context is not None and plan.stage_starts
-    return _Run.of(plan.context.program, plan.schedule, plan.pipeline, plan.stage_starts)
+    known = StageMemory(plan.world, Budget(None, plan.optimizer))
+    return _Run.of(plan.context.program, plan.schedule, plan.pipeline, plan.stage_starts, known)
 
 
 def _seconds(stage: Stage, program: Program) -> StageSeconds:
@@ -312,50 +392,6 @@ def _send_seconds(stage: Stage, world: World) -> float:
     return world.launch_s + outer.latency_s + sent / share if sent else 0.0
 
 
-def _memory_of_rank(
-    stages: Sequence[Stage],
-    schedule: Sequence[Sequence[Action]],
-    pipeline: Pipeline,
-    rank: int,
-) -> Memory:
-    """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
-    in flight keep for their backward, and what the one that computes needs besides.
-    """
-    alone: dict[int, Memory] = {}
-    saved: dict[int, float] = {}
-    weights: dict[int, float] = {}  # that are gathered once
-    for number in pipeline.stages_of(rank):
-        program = stages[number].program
-        assert program.plan is not None
-        alone[number], saved[number], weights[number] = peak_and_saved(
-            program, program.plan.optimizer, program.plan.world
-        )
-    kept = {
-        kind: math.fsum(getattr(memory, kind) for memory in alone.values())
-        for kind in ("parameters", "gradients", "optimizer")
-    }
-    flying = dict.fromkeys(alone, 0)
-    most: Memory | None = None
-    for action in schedule[rank]:
-        flying[action.stage] -= action.kind == "B"
-        own = alone[action.stage]
-        others = math.fsum(weights.values()) - weights[action.stage]
-        flying_bytes = math.fsum(n * saved[s] for s, n in flying.items())
-        activations = own.activations + others + flying_bytes
-        total = math.fsum(kept.values()) + activations + own.transient + own.in_flight
-        flying[action.stage] += action.kind == "F"
-        if most is None or total > most.peak:
-            most = Memory(
-                **kept,
-                activations=activations,
-                transient=own.transient,
-                in_flight=own.in_flight,
-                peak=total,
-            )
-    assert most is not None
-    return most
-
-
 def _limit(request: PlanRequest) -> float | None:
     """Return what a device may hold, of a budget that is for the ranks of all stages; None for no
     limit.
@@ -390,7 +426,7 @@ def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:
     ]
     for first, last in _alike(run.seconds):
         numbers, own = range(first, last + 1), run.seconds[first]
-        own_blocks = tuple(b for n in numbers for b in _blocks(stages[n].program))
+        own_blocks = tuple(b for n in numbers for b in stages[n].blocks)
         flying = [most_in_flight(run.actions[pipeline.rank_of(n)], n) for n in numbers]
         held = max(memory[pipeline.rank_of(n)].peak for n in numbers)
         name, whose = f"stage {first}", "its rank holds"
@@ -419,8 +455,3 @@ def _alike(seconds: Sequence[StageSeconds]) -> list[tuple[int, int]]:
         else:
             runs.append((stage, stage))
     return runs
-
-
-def _blocks(program: Program) -> tuple[str, ...]:
-    calls = program.module.graph.nodes
-    return tuple(dict.fromkeys(b for n in calls if n.op != "placeholder" and (b := block_of(n))))

@@ -215,12 +215,18 @@ def plan_on_rank_0(
         chosen = choose_plan(pipeline, program, world, inner)
         return finish_plan(pipeline, source, chosen, world, inner, parts)
 
+    def finish_stage(decided: Plan) -> Plan:
+        assert decided.context is not None
+        chosen = dataclasses.replace(decided.context.source, plan=decided)
+        as_decided = dataclasses.replace(request, budget=None)
+        return finish_plan(pipeline, source, chosen, world, as_decided, parts)
+
     def search() -> Plan | None:
         if like is not None:
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:
             if request.stages is not None:
-                return fit_in_stages(plan_stage, request)[0]
+                return fit_in_stages(plan_stage, finish_stage, request)[0]
             best = choose_plan(pipeline, program, world, request)
         return fit_to_memory(pipeline, source, best, world, request).plan
 

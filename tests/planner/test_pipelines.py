@@ -11,7 +11,10 @@ import autopar
 import models
 from autopar import Stages
 from autopar.cost.memory import Budget
+from autopar.passes.stages import cut
+from autopar.planner.pipelines import memory_by_rank
 from autopar.planner.request import PlanRequest
+from autopar.planner.stage_memory import look_of
 from autopar.runtime.apply import renew_plan
 
 WORLD = autopar.World.preset("dgx-h100", 4)
@@ -35,3 +38,37 @@ def test_a_rank_that_keeps_too_many_micro_batches_recomputes_blocks() -> None:
     assert read.device_limit == tight.device_limit
     later = PlanRequest.like(tight, "auto", Budget(tight.device_limit))
     assert later.memory_bytes == pytest.approx(4 * limit), "stages share what a layout may hold"
+
+
+@pytest.mark.slow
+def test_every_rank_runs_as_much_again_as_it_must() -> None:
+    with torch.device("meta"):
+        model = models.Gpt(vocabulary=256, sequence=512, hidden=512, heads=8, layers=16)
+        ids = torch.zeros(32, 512, dtype=torch.long)
+    stages = Stages(4, "ddp")
+    plan = partial(autopar.plan, model, WORLD, (ids, ids), stages, microbatches=8, smaller=False)
+    free = plan(recompute="none")
+    limit = 0.6 * free.peak_bytes
+    tight = plan(memory=limit / RESERVED)
+    by_rank = [memory.peak for memory in memory_by_rank(tight)]
+    assert max(by_rank) <= limit * 1.0001
+    # the first rank has the most micro-batches in flight, the last one room for all that it saves
+    again = [{*tight.recompute, *tight.regather, *tight.rerun} & {*blocks} for blocks in _four()]
+    assert len(again[0]) >= len(again[1]) > 0 and not again[3]
+    assert by_rank[0] > 0.85 * limit, "no more runs again than must"
+    read = renew_plan(model, autopar.Plan.from_json(tight.to_json()), (ids, ids))
+    assert [memory.peak for memory in memory_by_rank(read)] == pytest.approx(by_rank)
+
+
+def _four() -> list[list[str]]:
+    return [[f"blocks.{n}" for n in range(first, first + 4)] for first in (0, 4, 8, 12)]
+
+
+def test_stages_of_equal_blocks_look_alike() -> None:
+    model, ids = models.Gpt(layers=4), torch.zeros(16, models.SEQUENCE, dtype=torch.long)
+    plan = autopar.plan(model, WORLD, (ids, ids), Stages(4, "ddp"), microbatches=4, smaller=False)
+    assert plan.context is not None
+    stages = cut(plan.context.program, plan.stage_starts)
+    looks = [look_of(stage) for stage in stages]
+    assert looks[1] == looks[2] and len(set(looks)) == 3
+    assert [stage.blocks for stage in stages] == [(f"blocks.{n}",) for n in range(4)]

@@ -1,0 +1,235 @@
+"""What each rank of a pipeline holds, and which of its blocks run again in the backward so that it
+fits.
+
+Example: of four stages of eight blocks the first has four micro-batches in flight and recomputes
+five of its blocks, the second has three and recomputes two, and the others save everything.
+
+A rank keeps what every micro-batch in flight saves, so the first ranks hold the most, and each rank
+has a rung of its own (rematerialize.py). Stages that look alike, as most of a pipeline do, are run
+on meta tensors once for all of them. The stages of a program and a schedule enter; what a rank
+holds, or the rungs of all ranks, leave. pipelines.py asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autopar.cost.memory import Budget
+from autopar.cost.peak import MemoryOfStep, peak_and_saved
+from autopar.cost.summary import rematerialization_seconds
+from autopar.ir.graph import called_graphs
+from autopar.ir.pipeline_schedule import Action, Pipeline
+from autopar.ir.plan_table import Memory
+from autopar.ir.program import Program
+from autopar.passes.stages import Stage
+from autopar.planner.ladders import Names, Rematerialized
+from autopar.planner.rematerialize import (
+    RematerializationSearch,
+    RematerializationSteps,
+    TriedRematerialization,
+)
+from autopar.world import World
+
+_NOTHING = Rematerialized((), ())
+
+
+def memory_of_rank(
+    by_stage: Mapping[int, MemoryOfStep], actions: Sequence[Action], pipeline: Pipeline, rank: int
+) -> Memory:
+    """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
+    in flight keep for their backward, and what the one that computes needs besides. `actions`: of
+    this rank; `by_stage`: of its stages.
+    """
+    own_stages = pipeline.stages_of(rank)
+    always = {
+        kind: math.fsum(getattr(by_stage[number].memory, kind) for number in own_stages)
+        for kind in ("parameters", "gradients", "optimizer")
+    }
+    weights = math.fsum(by_stage[number].weights for number in own_stages)
+    flying = dict.fromkeys(own_stages, 0)
+    most: Memory | None = None
+    for action in actions:
+        flying[action.stage] -= action.kind == "B"
+        own = by_stage[action.stage]
+        flying_bytes = math.fsum(n * by_stage[number].saved for number, n in flying.items())
+        activations = own.memory.activations + weights - own.weights + flying_bytes
+        total = math.fsum(always.values()) + activations
+        total += own.memory.transient + own.memory.in_flight
+        flying[action.stage] += action.kind == "F"
+        if most is None or total > most.peak:
+            most = Memory(
+                **always,
+                activations=activations,
+                transient=own.memory.transient,
+                in_flight=own.memory.in_flight,
+                peak=total,
+            )
+    assert most is not None
+    return most
+
+
+class StageMemory:
+    """The memory of stages on any rung. Stages that look alike share what is known."""
+
+    def __init__(self, world: World, budget: Budget) -> None:
+        self.world, self.budget = world, budget
+        self._looks: dict[int, str] = {}
+        self._stages: list[Stage] = []  # whose looks are known by their identity
+        self._firsts: dict[str, Stage] = {}  # the first stage of each look
+        self._steps: dict[str, RematerializationSteps] = {}
+        self._memory: dict[tuple[str, Rematerialized], MemoryOfStep] = {}
+        self._seconds: dict[tuple[str, Rematerialized], float] = {}
+
+    def of(self, stage: Stage, rung: Rematerialized = _NOTHING) -> MemoryOfStep:
+        """Return what the stage holds with the rung's blocks, of those that it has, run again."""
+        look, own = self._key(stage, rung)
+        if (look, own) not in self._memory:
+            program = self.steps(stage).program_at(own) if any(own) else stage.program
+            optimizer = self.budget.optimizer
+            self._memory[look, own] = peak_and_saved(program, optimizer, self.world)
+        return self._memory[look, own]
+
+    def seconds(self, stage: Stage, rung: Rematerialized) -> float:
+        """Return the seconds that a micro-batch takes longer on this rung."""
+        look, own = self._key(stage, rung)
+        if not any(own):
+            return 0.0
+        if (look, own) not in self._seconds:
+            program = self.steps(stage).program_at(own)
+            self._seconds[look, own] = rematerialization_seconds(program, self.world)
+        return self._seconds[look, own]
+
+    def able(self, stage: Stage) -> tuple[Names, Names]:
+        """Return the blocks of a stage that gather weights, and those with cheap ops."""
+        steps = self.steps(stage)
+        pairs = list(zip(stage.blocks, self._firsts[self.look(stage)].blocks, strict=True))
+        fetching = tuple(name for name, twin in pairs if twin in steps.fetching)
+        return fetching, tuple(name for name, twin in pairs if twin in steps.cheap)
+
+    def steps(self, stage: Stage) -> RematerializationSteps:
+        """Return the rungs of the first stage that looks like this one."""
+        look = self.look(stage)
+        if look not in self._steps:
+            program = self._firsts[look].program
+            assert program.plan is not None
+            bare = dataclasses.replace(program.plan, **_NOTHING._asdict(), memory=None)
+            program = dataclasses.replace(program, plan=bare)
+            self._steps[look] = RematerializationSteps(program, self.world, self.budget)
+        return self._steps[look]
+
+    def look(self, stage: Stage) -> str:
+        """Return a name that stages of equal graphs share."""
+        if id(stage) not in self._looks:
+            look = self._looks[id(stage)] = look_of(stage)
+            self._firsts.setdefault(look, stage)
+            self._stages.append(stage)
+        return self._looks[id(stage)]
+
+    def _key(self, stage: Stage, rung: Rematerialized) -> tuple[str, Rematerialized]:
+        """Return the look of a stage, and the rung in the names of the first stage of that look."""
+        look = self.look(stage)
+        if not any(rung):
+            return look, _NOTHING
+        twins = dict(zip(stage.blocks, self._firsts[look].blocks, strict=True))
+        return look, Rematerialized(
+            *(tuple(twins[n] for n in names if n in twins) for names in rung)
+        )
+
+
+def look_of(stage: Stage) -> str:
+    """Return a name that stages share whose graphs have the same ops on the same local shapes."""
+    program = stage.program
+    kinds = {e.node: (e.kind, e.trainable) for e in program.signature.inputs}
+    border = len(stage.receives), len(stage.sends)
+    lines = [*_lines(program.module, program, kinds), str(border)]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _lines(
+    module: fx.GraphModule, program: Program, kinds: Mapping[str, tuple[str, bool]]
+) -> Iterable[str]:
+    """Yield a line for every node, which names others by their places."""
+    places: dict[fx.Node, int] = {}
+    for node in module.graph.nodes:
+        places[node] = len(places)
+        arguments: Any = fx.map_arg((node.args, node.kwargs), lambda n: f"%{places[n]}")
+        layout = node.meta.get("layout") or program.layouts.get(node.name)
+        where = "" if layout is None else f"{layout.local_shape} {layout.states}"
+        what = kinds.get(node.name) if node.op == "placeholder" else node.target
+        yield f"{node.op} {what} {arguments} {where} {node.meta.get('dtype')}"
+        for block in called_graphs(module, node):
+            yield from _lines(block, program, {})
+
+
+class RankRungs(RematerializationSearch):
+    """The rungs of one rank of a pipeline: of the blocks of its stages, with what its micro-batches
+    in flight save.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        actions: Sequence[Action],
+        pipeline: Pipeline,
+        rank: int,
+        costs: StageMemory,
+    ) -> None:
+        self.stages, self.actions, self.costs = stages, actions, costs
+        self.pipeline, self.rank = pipeline, rank
+        names: list[str] = []
+        fetching: list[str] = []
+        cheap: list[str] = []
+        for stage in stages:
+            names += stage.blocks
+            for of_rank, of_stage in zip((fetching, cheap), costs.able(stage), strict=True):
+                of_rank += of_stage
+        plan = stages[0].program.plan
+        assert plan is not None
+        bare = dataclasses.replace(plan, **_NOTHING._asdict())
+        super().__init__(tuple(names), tuple(fetching), tuple(cheap), bare, costs.budget)
+
+    def seconds_of(self, rung: Rematerialized) -> float:
+        """Return the seconds that a micro-batch takes longer on this rung, in all stages."""
+        return math.fsum(self.costs.seconds(stage, rung) for stage in self.stages)
+
+    def memory_of(self, rung: Rematerialized) -> Memory:
+        """Return what the rank holds at its peak on this rung."""
+        by_stage = {stage.number: self.costs.of(stage, rung) for stage in self.stages}
+        return memory_of_rank(by_stage, self.actions, self.pipeline, self.rank)
+
+
+def rungs_of_ranks(
+    stages: Sequence[Stage],
+    actions: Sequence[Sequence[Action]],
+    pipeline: Pipeline,
+    costs: StageMemory,
+) -> list[TriedRematerialization]:
+    """Return for every rank the cheapest rung that fits its budget, or the one that comes
+    nearest.
+    """
+    return [
+        RankRungs(
+            [stages[number] for number in pipeline.stages_of(rank)],
+            actions[rank],
+            pipeline,
+            rank,
+            costs,
+        ).best()
+        for rank in range(pipeline.ranks)
+    ]
+
+
+def join_rungs(rungs: Iterable[Rematerialized]) -> Rematerialized:
+    """Return the rung of the whole model on which every rank is on its own.
+
+    >>> join_rungs([Rematerialized(("a",), ()), Rematerialized((), (), ("b",))])
+    Rematerialized(recompute=('a',), regather=(), rerun=('b',))
+    """
+    columns = zip(*rungs, strict=True)
+    return Rematerialized(*(tuple(name for names in each for name in names) for each in columns))
