@@ -164,7 +164,7 @@ def torchrun_commands() -> list[list[str]]:
 
 
 def test_torchrun_takes_the_commands_for_several_machines() -> None:
-    assert len(torchrun_commands()) == 5
+    assert len(torchrun_commands()) == 4
     for words in torchrun_commands():
         options = get_args_parser().parse_args(words)
         assert options.rdzv_backend == "c10d" and options.rdzv_endpoint.endswith(":29500")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from autopar.ops import collectives, comm
 from autopar.ops.collectives import groups_of
 from autopar.runtime import lockstep
 from fault_ranks import PATIENCE, TASKS, TIMEOUT
-from launch import RANK_SCRIPTS, environment
+from launch import RANK_SCRIPTS, environment, launched
 
 LAYOUTS = ("fsdp", "megatron-sp", "4d", "2.5d")
 
@@ -100,18 +99,12 @@ def test_no_thread_is_left_when_python_ends(tmp_path: Path, end: str) -> None:
 
 # -- ranks that are killed, stopped or one call ahead: the others say which, where, and soon -------
 KILLED = ("forward", "backward", "emitted forward", "emitted backward")
-LATE = tuple(name for name in TASKS if name not in KILLED)
+LATE = tuple(name for name in TASKS if name not in (*KILLED, "stopped"))
 
 
 def outcomes(folder: Path, *names: str) -> dict[str, list[Any]]:
-    script = str(RANK_SCRIPTS / "fault_ranks.py")
-    command = [sys.executable, script, str(folder / "facts.json"), *names]
-    done = subprocess.run(
-        command, env=environment(), timeout=PATIENCE + 60, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, list[Any]] = json.loads((folder / "facts.json").read_text())
-    return found
+    """The facts of one process that forks the ranks of these tasks."""
+    return launched(folder, 1, *names, script="fault_ranks.py", seconds=PATIENCE + 60)
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +138,9 @@ def test_a_killed_rank_is_named(killed: dict[str, list[Any]], name: str) -> None
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_named_within_the_timeout(late: dict[str, list[Any]]) -> None:
+def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
     """Groups of a grid have the default group's timeout."""
-    *others, stopped = late["stopped"]
+    *others, stopped = outcomes(tmp_path, "stopped")["stopped"]
     assert stopped is None
     for rank in others:
         assert "nothing is heard of rank 3 any more" in rank["seen"], rank

@@ -62,9 +62,9 @@ def the_table_is_put_back() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("own", "pattern", "options"),
     [
-        (matmul, "m k, k n -> m n", {"sum": "k", "linear": ("0", "1"), "matmul": "m | n | k"}),
+        (matmul, "m k, k n -> m n", {"sum": "k", "linear": ("0", "1"), "product": "m | n | k"}),
         (affine, "m k, k n, n -> m n", {"sum": "k", "added": "2", "linear": ("0 2", "1 2")}),
-        (shares, "... n -> ... n", {"unsharded": "n"}),
+        (shares, "... n -> ... n", {"whole": "n"}),
         (bent, "m n, m n -> m n", {"linear": ("1",)}),
         (powers, "m n -> m n", {"example": (torch.randn(4, 6), 1.5)}),
     ],
@@ -90,9 +90,9 @@ def test_what_is_right_is_entered(own: Any, pattern: str, options: Any) -> None:
         (torch.ops.aten.mm, "m k, k n -> m n", {"sum": "k"}, "has a rule of autopar's own"),
         (torch.relu, "m -> m", {}, "takes an op of torch.ops or of torch.library.custom_op"),
         (matmul, "m k, k n -> m n", {"sum": "n"}, "factor 'n' is in a result, so it is not"),
-        (matmul, "m k, k n -> m n", {"unsharded": "h"}, "no dim has the factor 'h'"),
+        (matmul, "m k, k n -> m n", {"whole": "h"}, "no dim has the factor 'h'"),
         (mean, "m n", {}, "is no pattern such as"),
-        (heads, "m (h e) -> m (h e)", {"unsharded": "e"}, "factors h e of sizes"),  # the op has h
+        (heads, "m (h e) -> m (h e)", {"whole": "e"}, "factors h e of sizes"),  # the op has h
     ],
 )
 def test_what_is_wrong_is_refused(own: Any, pattern: str, options: Any, said: str) -> None:

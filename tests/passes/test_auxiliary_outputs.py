@@ -19,21 +19,19 @@ def test_auxiliary_outputs() -> None:
     assert aux_output_places(program) == {0}
 
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: Any) -> Any:
-    folder: Path = tmp_path_factory.mktemp("beside")
-    return launched(folder, 2, "beside", "no loss", script="auxiliary_outputs_ranks.py")
+def on_two_ranks(folder: Path, task: str) -> dict[str, Any]:
+    return launched(folder, 2, task, script="auxiliary_outputs_ranks.py")[task]
 
 
 @pytest.mark.slow
-def test_a_gradient_of_an_auxiliary_output_is_right(facts: Any) -> None:
+def test_a_gradient_of_an_auxiliary_output_is_right(tmp_path: Path) -> None:
     """Where it is asked for first the graph runs once more; then it is part of the backward."""
-    found = facts["beside"]
+    found = on_two_ranks(tmp_path, "auxiliary")
     assert max(found["errors"]) < 1e-4, found["errors"]
     assert (found["derived"], found["again"]) == (2, 1)
 
 
-def test_a_scalar_need_not_be_the_loss(facts: Any) -> None:
-    found = facts["no loss"]
+def test_a_scalar_need_not_be_the_loss(tmp_path: Path) -> None:
+    found = on_two_ranks(tmp_path, "no loss")
     assert max(found["errors"]) < 1e-4, found["errors"]
     assert (found["derived"], found["again"]) == (2, 0)  # the first without any gradient

@@ -23,11 +23,11 @@ RESERVED = 0.92  # of a device's memory is for the step
 
 def test_a_rank_that_keeps_too_many_micro_batches_recomputes_blocks() -> None:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=256, sequence=512, hidden=512, heads=8, layers=8)
+        model = models.Gpt(vocabulary=256, sequence=512, hidden=512, heads=8, layers=4)
         ids = torch.zeros(32, 512, dtype=torch.long)
     stages = Stages(4, "ddp")
     plan = partial(autopar.plan, model, WORLD, (ids, ids), stages, microbatches=8, smaller=False)
-    limit = 0.6 * plan(recompute="none").peak_bytes
+    limit = 0.7 * plan(recompute="none").peak_bytes
     tight = plan(memory=limit / RESERVED)
     assert tight.peak_bytes <= limit * 1.0001 and tight.device_limit == pytest.approx(limit)
     assert (tight.recompute or tight.rerun) and tight.stage_starts

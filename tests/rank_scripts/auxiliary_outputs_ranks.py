@@ -87,4 +87,4 @@ def no_loss() -> Facts:
 
 
 if __name__ == "__main__":
-    run_tasks({"beside": auxiliary_outputs, "no loss": no_loss})
+    run_tasks({"auxiliary": auxiliary_outputs, "no loss": no_loss})

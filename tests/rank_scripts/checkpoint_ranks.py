@@ -2,6 +2,7 @@
 
 `checkpoint_ranks.py FILE FOLDER` trains for six steps under FSDP and saves after the third and the
 sixth; then models of other layouts go on from the third. What they lose and hold goes into FILE.
+`checkpoint_ranks.py FILE FOLDER dropout` and `… plain` go on in more layouts.
 `checkpoint_ranks.py FILE FOLDER endless` saves one step after another until it is killed.
 """
 
@@ -25,6 +26,7 @@ import autopar
 from autopar.world import ranks
 
 BATCH, WIDTH, CLASSES, HALF, STEPS = 8, 16, 6, 3, 6
+Facts = dict[str, Any]
 
 
 class Model(nn.Module):
@@ -59,13 +61,18 @@ class Run:
     """A model with all that a training script saves."""
 
     def __init__(self, model: Any, loader: Any, folder: Path, **options: Any) -> None:
-        self.model, self.batches = model, itertools.chain.from_iterable(loader for _ in range(9))
+        self.model, self.loader = model, loader
+        self.begin()
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.checkpoints = autopar.Checkpoints(
             folder, model=model, optimizer=self.optimizer, schedule=self.schedule,
             **({"loader": loader} if hasattr(loader, "state_dict") else {}), **options,
         )  # fmt: skip
+
+    def begin(self) -> None:
+        """Reads from where the loader is."""
+        self.batches = itertools.chain.from_iterable(self.loader for _ in range(9))
 
     def losses(self, steps: int) -> list[float]:
         losses = []
@@ -85,27 +92,36 @@ def parallel_run(layout: str, folder: Path, drop: float, seed: int = 0, **option
     return Run(par, par.loader(rows(), shuffle=True, seed=1), folder, **options)
 
 
-def facts_of(folder: Path, drop: float) -> dict[str, Any]:
+def facts_of(folder: Path, drop: float, layouts: Sequence[str]) -> tuple[Facts, dict[str, Run]]:
+    """What a run under FSDP loses and saves, and how others go on from it: the run of each layout
+    from both steps, which began with other numbers; those runs too.
+    """
     first = parallel_run("fsdp", folder, drop)
-    facts: dict[str, Any] = {"none yet": first.checkpoints.load()}
+    facts: Facts = {"none yet": first.checkpoints.load()}
     losses = first.losses(HALF)
     first.checkpoints.save(HALF)
     draws = [float(torch.rand(())), random.random()]
     losses += first.losses(STEPS - HALF)
     facts |= {"losses": losses, "later": {}, "draws": []}
-    later = parallel_run("fsdp", folder, drop, asynchronous=True)
+    runs = {
+        layout: parallel_run(layout, folder, drop, seed=9, asynchronous=layout == "fsdp")
+        for layout in layouts
+    }
+    later = runs["fsdp"]
     later.checkpoints.load(HALF)
     later.checkpoints.save(STEPS)  # what is written is that of step HALF, whatever comes after
     later.losses(1)
     later.checkpoints.wait()
     facts["steps"] = later.checkpoints.steps()
-    for layout in ("fsdp", "megatron", "auto"):
+    for layout, run in runs.items():
         for step in (HALF, STEPS):
-            run = parallel_run(layout, folder, drop, seed=9)
+            torch.manual_seed(9)
+            random.seed(9)
             facts["loaded"] = run.checkpoints.load(step)
             facts["draws"].append([float(torch.rand(())), random.random()] == draws)
+            run.begin()
             facts["later"][f"{layout} {step}"] = run.losses(STEPS - HALF)
-    return facts
+    return facts, runs
 
 
 Groups = list[tuple[float, float, float]]  # learning rate, that at the start, weight decay
@@ -138,16 +154,16 @@ def groups_of(optimizer: torch.optim.Optimizer) -> Groups:
     return [(g["lr"], g["initial_lr"], g["weight_decay"]) for g in optimizer.param_groups]
 
 
-def empty_groups(folder: Path) -> dict[str, Groups]:
+def empty_groups(folder: Path, runs: dict[str, Run]) -> dict[str, Groups]:
     """What an optimizer with groups without parameters has before and after a checkpoint, which is
     of another layout and of other rates.
     """
     sizes = [0, 2, 0, 1, 0]
     facts = {}
     for layout, start in (("fsdp", 1e-2), ("megatron", 5e-3)):
-        model, inputs = fresh(0.0)
-        par = autopar.parallelize(model, inputs=inputs, layout=layout)
-        optimizer, checkpoints = trained_in_groups(par, inputs, folder, sizes, start)
+        par = runs[layout].model
+        par.zero_grad()
+        optimizer, checkpoints = trained_in_groups(par, fresh(0.0)[1], folder, sizes, start)
         checkpoints.save(1) if layout == "fsdp" else checkpoints.load()
         facts[layout] = groups_of(optimizer)
     return facts
@@ -185,12 +201,14 @@ def main() -> None:
     dist.init_process_group("gloo")
     if task == ["endless"]:
         endless(Path(folder))
-    if task == ["dropout"]:
-        facts: dict[str, Any] = facts_of(Path(folder) / "dropout", 0.3)
+    if task:  # plain or dropout
+        drop = 0.3 if task == ["dropout"] else 0.0
+        facts, _ = facts_of(Path(folder) / f"every {task[0]}", drop, ("fsdp", "megatron", "auto"))
     else:
+        plain, runs = facts_of(Path(folder) / "plain", 0.0, ("fsdp", "megatron"))
         facts = {
-            "plain": facts_of(Path(folder) / "plain", 0.0),
-            "empty groups": empty_groups(Path(folder) / "empty groups"),
+            "plain": plain,
+            "empty groups": empty_groups(Path(folder) / "empty groups", runs),
             "refused": ranks.all_of(refused(Path(folder) / "plain")),
         }
     if dist.get_rank() == 0:

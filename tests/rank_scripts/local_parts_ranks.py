@@ -6,6 +6,7 @@ sees of that, in pairs: parallel, plain.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable
 from contextlib import suppress
@@ -131,8 +132,13 @@ def written(shares: str) -> Facts:
     return {"pair": [found[1:], [found[0], found[0]]]}
 
 
+one_pair = functools.cache(pair)
+
+
 def on_pair(act: Callable[[nn.Module], Any]) -> Facts:
-    par, net = pair()
+    """What both of one pair give, as earlier tasks left them."""
+    par, net = one_pair()
+    par.zero_grad(), net.zero_grad()
     return {"pair": [act(par), act(net)]}
 
 

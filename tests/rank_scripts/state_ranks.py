@@ -4,6 +4,7 @@ place between a forward and its backward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from on_ranks import Facts, run_tasks
 
-CASES = (("ddp", True), ("fsdp", True), ("megatron", False))  # layout, overlap
+CASES = {"ddp": True, "fsdp": True, "megatron": False}  # a layout, and whether it overlaps
 
 
 class Net(nn.Module):
@@ -59,12 +60,12 @@ def refused(work: Callable[[], Any]) -> str:
     return ""
 
 
-def autocast() -> Facts:
-    """By layout: dtype and errors of the planned one, and those of calls under another."""
+def autocast(layout: str) -> Facts:
+    """The dtype and errors of the planned one, and those of calls under another."""
     single, inputs = Net(), batch()
     expected = under_autocast(lambda: single(*inputs))
     expected.backward()
-    return {layout: compare(single, expected, layout, overlap) for layout, overlap in CASES}
+    return compare(single, expected, layout, CASES[layout])
 
 
 def compare(single: nn.Module, expected: Tensor, layout: str, overlap: bool) -> Facts:
@@ -107,29 +108,34 @@ EDITS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def changed() -> Facts:
-    """By change, layout and sharded inputs: what backward raises, or else how far its
-    gradients are from those of the values at the forward.
+def changed(layout: str) -> Facts:
+    """By change and sharded inputs: what backward raises, or else how far its gradients are from
+    those of the values at the forward.
     """
     single = Net()
     single(*batch()).backward()
     expected = gradients(single)
     facts: Facts = {}
-    for layout, overlap in CASES:
-        par = parallel(layout, overlap)
-        weights = {name: p.detach().clone() for name, p in par.named_parameters()}
-        for what, change in EDITS.items():
-            for sharded in (False, True):
-                par.load_state_dict(weights)
-                par.zero_grad()
-                inputs = par.shard(*batch()) if sharded else batch()
-                loss = par(*inputs)
-                change(par, inputs)
-                said = refused(loss.backward)
-                found = 0.0 if said else error(gradients(par), expected)
-                facts[f"{what} {layout} {sharded}"] = {"said": said, "error": found}
+    par = parallel(layout, CASES[layout])
+    weights = {name: p.detach().clone() for name, p in par.named_parameters()}
+    for what, change in EDITS.items():
+        for sharded in (False, True):
+            par.load_state_dict(weights)
+            par.zero_grad()
+            inputs = par.shard(*batch()) if sharded else batch()
+            loss = par(*inputs)
+            change(par, inputs)
+            said = refused(loss.backward)
+            found = 0.0 if said else error(gradients(par), expected)
+            facts[f"{what} {sharded}"] = {"said": said, "error": found}
     return facts
 
 
 if __name__ == "__main__":
-    run_tasks({"autocast": autocast, "changed": changed})
+    run_tasks(
+        {
+            f"{task.__name__} {layout}": functools.partial(task, layout)
+            for task in (autocast, changed)
+            for layout in CASES
+        }
+    )

@@ -30,7 +30,7 @@ from autopar.planner.request import Grid2D, Grid4D, Grid25D, GridContext, Layout
 from autopar.runtime import backends
 from on_ranks import Facts, caught, everywhere, gathered, run_tasks
 
-ON_TWO = ("auto", "fsdp")
+ON_TWO: dict[str, tuple[Layouts, ...]] = {"gpt": ("fsdp",), "llama": ("auto", "fsdp")}
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
 ON_FOUR = ("4d", "2.5d", "cp")  # these need several axes, or split a sequence
 ON_EIGHT: tuple[Layouts, ...] = (
@@ -156,7 +156,7 @@ def parity(name: str) -> Facts:
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     before = {n: p.detach().clone() for n, p in model.state_dict().items()}
     several = dist.get_world_size() == 4 and name == "gpt"
-    layouts = ON_TWO if dist.get_world_size() == 2 else LAYOUTS + (ON_FOUR if several else ())
+    layouts = ON_TWO[name] if dist.get_world_size() == 2 else LAYOUTS + (ON_FOUR if several else ())
     facts: Facts = {layout: one_layout(model, inputs, layout, single) for layout in layouts}
     facts["model untouched"] = all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
     return facts

@@ -35,24 +35,26 @@ def facts(folder: Path) -> dict[str, Any]:
     return launched(folder, 2, str(folder), script="checkpoint_ranks.py")
 
 
-def test_every_layout_goes_on_as_if_nothing_had_happened(facts: dict[str, Any]) -> None:
-    _assert_goes_on(facts["plain"])
+def test_another_layout_goes_on_as_if_nothing_had_happened(facts: dict[str, Any]) -> None:
+    _assert_goes_on(facts["plain"], "fsdp", "megatron")
 
 
 @pytest.mark.slow
-def test_dropout_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
-    _assert_goes_on(launched(folder, 2, str(folder), "dropout", script="checkpoint_ranks.py"))
+@pytest.mark.parametrize("task", ["plain", "dropout"])
+def test_every_layout_goes_on_as_if_nothing_had_happened(tmp_path: Path, task: str) -> None:
+    found = launched(tmp_path, 2, str(tmp_path), task, script="checkpoint_ranks.py")
+    _assert_goes_on(found, "fsdp", "megatron", "auto")
 
 
-def _assert_goes_on(facts: dict[str, Any]) -> None:
+def _assert_goes_on(facts: dict[str, Any], *layouts: str) -> None:
     assert facts["none yet"] is None and facts["loaded"] == STEPS
     assert facts["steps"] == [HALF, STEPS]
-    assert len(facts["later"]) == 6
+    assert list(facts["later"]) == [f"{name} {step}" for name in layouts for step in (HALF, STEPS)]
     for name, losses in facts["later"].items():
         assert losses == pytest.approx(facts["losses"][HALF:], abs=1e-5), name
         if name.startswith("fsdp"):
             assert losses == facts["losses"][HALF:]  # to the bit
-    assert facts["draws"] == [True] * 6
+    assert facts["draws"] == [True] * len(facts["later"])
 
 
 def batches(start: int) -> list[list[torch.Tensor]]:

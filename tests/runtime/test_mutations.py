@@ -205,12 +205,12 @@ RULES: list[tuple[Any, dict[str, Any], Callable[..., Tensor]]] = [
     (aten.relu.default, {"linear": FIRST}, lambda m, x: m.down(m.up(x).relu())),
     (aten.gelu.default, {"linear": FIRST}, lambda m, x: m.down(F.gelu(m.up(x)))),
     (aten.mul.Tensor, {"linear": BOTH}, lambda m, x: m.up(x) * m.down(m.up(x)).repeat(1, 2)),
-    (aten.flip.default, {"unsharded": NONE}, lambda m, x: m.up(x).flip(1)),
-    (aten.cumsum.default, {"unsharded": NONE}, lambda m, x: m.up(x).cumsum(1)),
+    (aten.flip.default, {"whole": NONE}, lambda m, x: m.up(x).flip(1)),
+    (aten.cumsum.default, {"whole": NONE}, lambda m, x: m.up(x).cumsum(1)),
     (aten.softmax.int, {"linear": FIRST}, lambda m, x: m.up(x).softmax(1)),
     (aten.linear.default, {"added": NONE}, lambda m, x: m.down(m.up(x))),
     (aten.sum.dim_IntList, {"sum": NONE, "shared": "all"}, lambda m, x: m.up(x).sum(1)),
-    (aten.amax.default, {"unsharded": NONE, "sum": "all"}, lambda m, x: m.up(x).amax(1)),
+    (aten.amax.default, {"whole": NONE, "sum": "all"}, lambda m, x: m.up(x).amax(1)),
 ]
 
 

@@ -9,14 +9,18 @@ import pytest
 from autopar import _compat
 from launch import launched
 
-LAYOUTS = [("fsdp",), pytest.param(("4d", "ddp", "2.5d"), marks=pytest.mark.slow)]
+LAUNCHES = [
+    (2, ("fsdp",)),
+    pytest.param((4, ("fsdp", "4d", "ddp", "2.5d")), marks=pytest.mark.slow),
+]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=", ".join)
+@pytest.fixture(scope="module", params=LAUNCHES, ids=str)
 def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("deferred")
-    everyone = launched(folder, 4, *request.param, script="hold_ranks.py")
-    assert all(len(found) == len(request.param) for found in everyone)
+    ranks, layouts = request.param
+    everyone = launched(folder, ranks, *layouts, script="hold_ranks.py")
+    assert all(found.keys() == set(layouts) for found in everyone)
     return everyone
 
 

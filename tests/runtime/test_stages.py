@@ -16,6 +16,7 @@ from autopar import Grid4D, Grid25D, GridEP, Stages
 from launch import launched
 from moe_models import mixtral
 from stage_models import GPT, apart_towers, gpt
+from stages_ranks import layers_of
 
 VERIFIED: list[tuple[Stages, int, int]] = [
     (Stages(2, "ddp"), 2, 4),
@@ -102,7 +103,7 @@ def test_a_gradient_that_is_not_summed_over_stages_is_seen(monkeypatch: pytest.M
     from autopar.runtime.training.stages_run import StagesRun
 
     monkeypatch.setattr(StagesRun, "_sum_over_stages", lambda *_: None)
-    model, inputs = gpt()
+    model, inputs = gpt(layers=2)
     with pytest.raises(autopar.VerificationError, match=r"stages \(1f1b\).*p_embed_weight"):
         autopar.verify(model, 2, inputs, Stages(2, "ddp"), microbatches=4)
 
@@ -228,7 +229,7 @@ def test_three_steps_on_gloo_are_those_of_one_device(
     everyone = launched(tmp_path, ranks, *tasks, script="stages_ranks.py", seconds=900)
     for task in tasks:
         names = {name for facts in everyone for name in facts[task]["names"]}
-        assert names == {name for name, _ in gpt()[0].named_parameters()}
+        assert names == {name for name, _ in gpt(layers=layers_of(task))[0].named_parameters()}
         for facts in everyone:
             found = facts[task]
             assert found["apart"] < 1e-9, (task, found["worst"], found["apart"])

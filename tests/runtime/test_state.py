@@ -18,11 +18,24 @@ from launch import launched
 from state_ranks import Net, batch
 from traced import run
 
+# The layout under autocast, and those whose forward is edited: scheduled graphs, and those that run
+# as they are. Every layout is a slow cell.
+TASKS = [
+    ("autocast fsdp", "changed fsdp", "changed megatron"),
+    pytest.param(("autocast ddp", "autocast megatron", "changed ddp"), marks=pytest.mark.slow),
+]
 
-@pytest.fixture(scope="module")
-def facts(tmp_path_factory: Any) -> Any:
+
+@pytest.fixture(scope="module", params=TASKS, ids=", ".join)
+def facts(request: Any, tmp_path_factory: Any) -> Any:
     folder: Path = tmp_path_factory.mktemp("state")
-    return launched(folder, 2, "autocast", "changed", script="state_ranks.py")
+    found = launched(folder, 2, *request.param, script="state_ranks.py")
+    assert len(found) == 3
+    return found
+
+
+def of_task(facts: dict[str, Any], name: str) -> dict[str, Any]:
+    return {task: found for task, found in facts.items() if task.startswith(name)}
 
 
 def test_a_trace_under_autocast_gives_what_eager_gives() -> None:
@@ -55,7 +68,7 @@ def test_one_rank_plans_for_another_autocast_too() -> None:
 
 @pytest.mark.slow
 def test_ranks_under_autocast_train_as_one_does(facts: Any) -> None:
-    for case, found in facts["autocast"].items():
+    for case, found in of_task(facts, "autocast").items():
         assert found["dtypes"] == ["torch.float32", "torch.float32"], case
         assert found["loss"] < 1e-3, (case, found)
         assert found["gradients"] < 2e-2, (case, found)  # the products are of bfloat16
@@ -63,17 +76,20 @@ def test_ranks_under_autocast_train_as_one_does(facts: Any) -> None:
 
 
 def test_ranks_plan_for_another_autocast(facts: Any) -> None:
-    for case, found in facts["autocast"].items():
+    for case, found in of_task(facts, "autocast").items():
         assert found["without"] < 1e-5, (case, found)
         assert found["with"] < 1e-3, (case, found)
 
 
 def test_what_is_edited_before_the_backward_is_refused_or_does_not_matter(facts: Any) -> None:
-    for case, found in facts["changed"].items():
-        assert found["error"] < 1e-5, (case, found)
-        if case.startswith(("parameters", "optimizer")):
-            assert "a parameter of shape" in found["said"], case
-            assert "modified by an inplace operation" in found["said"], case
-        if case.startswith("inputs") and case.endswith("True"):  # sharded
-            assert "modified by an inplace operation" in found["said"], case
-        assert bool(found["said"]) <= (not case.startswith("nothing")), case
+    for task, edits in of_task(facts, "changed").items():
+        assert len(edits) == 8
+        for edit, found in edits.items():
+            case = f"{task}, {edit}"
+            assert found["error"] < 1e-5, (case, found)
+            if edit.startswith(("parameters", "optimizer")):
+                assert "a parameter of shape" in found["said"], case
+                assert "modified by an inplace operation" in found["said"], case
+            if edit.startswith("inputs") and edit.endswith("True"):  # sharded
+                assert "modified by an inplace operation" in found["said"], case
+            assert bool(found["said"]) <= (not edit.startswith("nothing")), case

@@ -8,19 +8,20 @@ import pytest
 
 from launch import launched
 
-TASKS = [
-    ["fsdp:4"],
-    pytest.param(["ddp:4", "fsdp:4:turns"], marks=pytest.mark.slow),
-    pytest.param(["4d:2", "2.5d:4", "megatron:4", "megatron:4:turns"], marks=pytest.mark.slow),
+LAUNCHES = [
+    (2, ["fsdp:4"]),
+    pytest.param((4, ["fsdp:4", "ddp:4", "fsdp:4:turns"]), marks=pytest.mark.slow),
+    pytest.param((4, ["4d:2", "2.5d:4", "megatron:4", "megatron:4:turns"]), marks=pytest.mark.slow),
 ]
 SUMMED = ["ddp:4", "fsdp:4", "4d:2", "2.5d:4"]  # whose gradients ranks sum
 
 
-@pytest.fixture(scope="module", params=TASKS, ids=", ".join)
+@pytest.fixture(scope="module", params=LAUNCHES, ids=str)
 def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("parts")
-    everyone = launched(folder, 4, *request.param, script="parts_of_step_ranks.py")
-    assert all(len(found) == len(request.param) for found in everyone)
+    ranks, tasks = request.param
+    everyone = launched(folder, ranks, *tasks, script="parts_of_step_ranks.py")
+    assert all(found.keys() == set(tasks) for found in everyone)
     return everyone
 
 

@@ -48,13 +48,13 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
-def gpt(seed: int = 0, dropout: float = 0.0) -> tuple[GPT, tuple[Tensor, Tensor]]:
+def gpt(seed: int = 0, dropout: float = 0.0, layers: int = 4) -> tuple[GPT, tuple[Tensor, Tensor]]:
     """The model in float64, with numbers from a seed, and its inputs."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(WORDS, (ROWS, TOKENS), generator=generator) for _ in range(2))
     labels[:3, 2:] = -100
     torch.manual_seed(seed)
-    return GPT(dropout=dropout).to(torch.float64), (tokens, labels)
+    return GPT(layers, dropout).to(torch.float64), (tokens, labels)
 
 
 def apart_towers() -> tuple[nn.Module, tuple[Any, ...]]:
