@@ -22,10 +22,21 @@ Run = Callable[[list[Any]], Any]
 
 
 class StepWeights:
-    """The gathered weights of one step, once its first forward has run."""
+    """The gathered weights of one step, once its first forward has run, and of which forward they
+    are: one that is derived anew within a step gathers its own.
+    """
 
     def __init__(self) -> None:
-        self.gathered: list[torch.Tensor] | None = None
+        self._of: ReusingForward | None = None
+        self._tensors: list[torch.Tensor] = []
+
+    def of(self, forward: ReusingForward) -> list[torch.Tensor] | None:
+        """Return what this forward has gathered, None where it has not run."""
+        return self._tensors if self._of is forward else None
+
+    def put(self, forward: ReusingForward, tensors: list[torch.Tensor]) -> None:
+        """Keep what a forward has gathered, in place of any other's."""
+        self._of, self._tensors = forward, tensors
 
 
 class ReusingForward:
@@ -61,10 +72,10 @@ class ReusingForward:
         if weights is None or self._gathering is None or self._reusing is None:
             assert self._alone is not None
             return self._alone(values)
-        if weights.gathered is not None:
-            values.extend(weights.gathered)
+        if (gathered_before := weights.of(self)) is not None:
+            values.extend(gathered_before)
             return self._reusing(values)
         results = self._gathering(values)
         own = len(results) - len(self.names)
-        weights.gathered = list(results[own:])
+        weights.put(self, list(results[own:]))
         return results[:own]

@@ -12,6 +12,7 @@ from autopar.cost.peak import peak_and_saved
 from autopar.cost.simulator.graph_events import collective_of
 from autopar.ir.graph import copy_graph, values_of_alone
 from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights, with_gathered
+from autopar.runtime.reusing_forward import ReusingForward, Run, StepWeights
 
 functional = torch.ops._c10d_functional
 aten = torch.ops.aten
@@ -85,3 +86,22 @@ def test_a_plan_with_its_weights_gathered_once_holds_them_between_parts() -> Non
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
     assert 0.9 * whole < held.weights < 1.05 * whole
     assert abs(gathered_bytes(plan.context.program) - held.weights) < 0.05 * whole
+
+
+def test_a_forward_that_is_derived_anew_gathers_its_own() -> None:
+    first, second = ReusingForward(forward(), {"w"}), ReusingForward(forward(), {"w"})
+    gathers = []
+
+    def compiled(graph: fx.Graph) -> Run:
+        def run(values: list[object]) -> list[object]:
+            gathers.append("all_gather_into_tensor" in collectives(graph))
+            return [None] * len(graph.output_node().args[0])  # type: ignore[arg-type]
+
+        return run
+
+    weights = StepWeights()
+    for each in (first, first, second, second):
+        if not each.has_variants:
+            each.make(compiled)
+        assert len(each.run([], weights)) == 3
+    assert gathers == [True, False, True, False]

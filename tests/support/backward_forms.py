@@ -37,7 +37,7 @@ def recorded_forwards() -> Iterator[list[str]]:
     def run(self: ReusingForward, values: list[Any], weights: Any) -> Any:
         reuses = weights is not None and self.has_variants
         forms.append(
-            "alone" if not reuses else "gathering" if weights.gathered is None else "reusing"
+            "alone" if not reuses else "gathering" if weights.of(self) is None else "reusing"
         )
         return before(self, values, weights)
 
