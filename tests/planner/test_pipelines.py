@@ -55,7 +55,9 @@ def test_every_rank_runs_as_much_again_as_it_must() -> None:
     # the first rank has the most micro-batches in flight, the last one room for all that it saves
     again = [{*tight.recompute, *tight.regather, *tight.rerun} & {*blocks} for blocks in _four()]
     assert len(again[0]) >= len(again[1]) > 0 and not again[3]
-    assert by_rank[0] > 0.85 * limit, "no more runs again than must"
+    everywhere = plan(recompute="full")
+    assert free.step_seconds < tight.step_seconds < everywhere.step_seconds
+    assert max(memory.peak for memory in memory_by_rank(everywhere)) < by_rank[0]
     read = renew_plan(model, autopar.Plan.from_json(tight.to_json()), (ids, ids))
     assert [memory.peak for memory in memory_by_rank(read)] == pytest.approx(by_rank)
 
