@@ -296,9 +296,9 @@ def _runs(
     limit: float | None = None,
 ) -> list[_Run]:
     """Return the runs that are asked for of a program that was traced as this graph and emitted,
-    the fastest first: of one schedule, or with "auto" of
-    1f1b and of interleaved ones, of which the bubble shrinks with the rounds. GPipe and looped-bfs
-    have the bubbles of these two, and hold more. `limit`: the bytes of a device.
+    the fastest first: of one schedule, or with "auto" of 1f1b and of interleaved ones, whose bubble
+    shrinks with the rounds. GPipe and looped-bfs have the bubbles of these two, and hold more.
+    `limit`: the bytes of a device.
     """
     count, plan = _count(requested), full.plan
     assert plan is not None
