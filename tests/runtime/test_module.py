@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.runtime.training.module_state import ModuleState
 from launch import launched
 
 slow = pytest.mark.slow
@@ -232,3 +233,18 @@ def test_ranks_whose_modules_differ_all_hear_of_it(facts: Facts) -> None:
     assert len(everyones) == 2
     for said in everyones:
         assert said.startswith("RankError: ") and "tau is 0.5, was 1.0" in said
+
+
+def test_a_property_that_forward_reads_is_not_computed_for_the_state() -> None:
+    """A parametrized weight is a property: of a parallel module's parameters it cannot be computed
+    outside a call (test_odd_ranks.py trains one on ranks).
+    """
+
+    class Computed(nn.Linear):
+        @property
+        def scale(self) -> Tensor:
+            raise AssertionError("the property was computed")
+
+    root = nn.Sequential(Computed(2, 2))
+    reads = {("0", "scale"), ("0", "weight"), ("0", "missing")}
+    assert ModuleState(root, reads).holds()

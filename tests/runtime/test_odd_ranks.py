@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
 
 import autopar
 import odd_shapes  # noqa: F401  (enters its models)
 from autopar._compat import pytree
-from odd_models import ODD
+from odd_models import HIDDEN, ODD, Simple
 
 RANKS = 2
 LIMIT_S = 240
@@ -27,8 +28,23 @@ NAMES = (
     "an_output_that_is_an_input_and_one_that_is_constant", "adapters_on_a_frozen_base",
     "batch_norm_of_sequences", "a_moving_average", "a_tied_embedding", "one_module_twice",
     "multihead_attention_with_weights", "complex_numbers", "attention_with_dropout",
-    "dropout_in_training",
+    "dropout_in_training", "weights_that_are_computed_of_parameters",
 )  # fmt: skip
+
+
+def parametrized() -> Any:
+    """Weights that are properties of their modules, computed of parameters."""
+    torch.manual_seed(0)
+    inner = parametrizations.spectral_norm(nn.Linear(HIDDEN, 2 * HIDDEN))
+    out = parametrizations.orthogonal(nn.Linear(2 * HIDDEN, HIDDEN))
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        return m.out(m.inner(x).tanh()).square().mean()
+
+    return Simple(body, inner=inner, out=out), (torch.randn(8, HIDDEN),), {}
+
+
+MODELS = {**ODD, "weights_that_are_computed_of_parameters": parametrized}
 
 
 def _gather(value: Any) -> Any:
@@ -73,7 +89,7 @@ def _same_on_all_ranks(facts: dict[str, Any]) -> None:
 
 
 def _compare(name: str, layout: str) -> None:
-    model, args, kwargs = ODD[name]()
+    model, args, kwargs = MODELS[name]()
     torch.manual_seed(100 + dist.get_rank())  # ranks need not be seeded alike
     par = autopar.parallelize(model, None, args or kwargs, layout=layout)
     assert par.state_dict().keys() == model.state_dict().keys()

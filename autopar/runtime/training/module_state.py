@@ -82,7 +82,7 @@ class ModuleState:
         self._unset += [
             (modules[where]._buffers, name)  # read, and not there
             for where, name in self._reads
-            if where in modules and not hasattr(modules[where], name)
+            if where in modules and not _has(modules[where], name)
         ]
         self._classes = _class_states(modules, self._reads)
         self._class_getters: list[Any] = [vars(c.owner).get for c in self._classes for _ in c.names]
@@ -384,3 +384,12 @@ def _leaf_text(leaf: Any) -> str:
         return "absent"
     is_value = len(leaf) == 2 and isinstance(leaf[1], str)
     return leaf[1] if is_value else f"a {leaf[0]}"
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether a module or its class has this name. A property is not asked for its value, which may
+    be computed of parameters, as that of a parametrized weight is.
+    """
+    own = module.__dict__, module._parameters, module._buffers, module._modules
+    classes = (vars(kind) for kind in type(module).__mro__)
+    return any(name in names for names in (*own, *classes))
