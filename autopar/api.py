@@ -18,6 +18,7 @@ from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.garbage import without_collection
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
+from autopar.ir.program import Program
 from autopar.ir.progress import shown
 from autopar.ops import devices
 from autopar.passes.draws import draws
@@ -139,21 +140,15 @@ def _plan_divided(
     pipeline = PassManager(progress)
     source, parts = trace_step(model, inputs, microbatches, pipeline)
     analysed = analyse(pipeline, source, request)
+    search = partial(choose_plan, pipeline, analysed, machines)
+
+    def finish(chosen: Program, inner: PlanRequest) -> Plan:
+        return finish_plan(pipeline, source, chosen, machines, inner, parts)
+
     if request.stages is not None:
-
-        def plan_stage(inner: PlanRequest) -> Plan:
-            chosen = choose_plan(pipeline, analysed, machines, inner)
-            return finish_plan(pipeline, source, chosen, machines, inner, parts)
-
-        def finish(decided: Plan) -> Plan:
-            assert decided.context is not None
-            chosen = dataclasses.replace(decided.context.source, plan=decided)
-            as_decided = dataclasses.replace(request, budget=None)
-            return finish_plan(pipeline, source, chosen, machines, as_decided, parts)
-
-        return fit_in_stages(plan_stage, finish, request)[1]
-    program = choose_plan(pipeline, analysed, machines, request)
-    best = finish_plan(pipeline, source, program, machines, request, parts)
+        return fit_in_stages(search, finish, request)[1]
+    program = search(request)
+    best = finish(program, request)
     if not smaller or microbatches > 1:
         return best
     pipeline.progress("smaller worlds")

@@ -21,7 +21,7 @@ from torch import fx
 
 from autopar.cost.communication import SentCollective, sent_collectives
 from autopar.cost.compute import optimizer_seconds
-from autopar.ir.graph import ancestors, copy_graph, values_of_alone
+from autopar.ir.graph import ancestors, values_of_alone, with_more_results
 from autopar.ir.layout import SUMS
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program, Value
@@ -128,11 +128,7 @@ def with_gathered_weights(program: Program) -> Program:
     until the step is done.
     """
     names = [node.name for node in gathered_weights(program)]
-    graph = copy_graph(program.module.graph)
-    nodes = {node.name: node for node in graph.nodes}
-    (results,) = graph.output_node().args
-    assert isinstance(results, tuple | list)
-    graph.output_node().args = ((*results, *(nodes[name] for name in names)),)
+    graph = with_more_results(program.module.graph, names)
     return dataclasses.replace(program, module=fx.GraphModule(program.module, graph))
 
 

@@ -317,6 +317,16 @@ def add_node(
     return node
 
 
+def with_more_results(graph: fx.Graph, names: Sequence[str]) -> fx.Graph:
+    """Return a copy of a graph that returns the values of these nodes, too, after its results."""
+    copy = copy_graph(graph)
+    nodes = {node.name: node for node in copy.nodes}
+    (results,) = copy.output_node().args
+    assert isinstance(results, tuple | list)
+    copy.output_node().args = ((*results, *(nodes[name] for name in names)),)
+    return copy
+
+
 def add_call(
     graph: fx.Graph,
     target: Callable[..., Any],

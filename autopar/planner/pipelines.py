@@ -116,12 +116,14 @@ def _world_of_stage(world: World, requested: Stages) -> World:
     return dataclasses.replace(world, levels=tuple(levels), measured=measured)
 
 
-def fit_in_stages(
-    plan_stage: Callable[[PlanRequest], Plan], finish: Callable[[Plan], Plan], request: PlanRequest
-) -> tuple[Plan, Plan]:
-    """Return the plan that `plan_stage` makes for the ranks of a stage, and that of the step in
-    stages, the same where none are asked for. `finish`: gives a stage's plan with other blocks that
-    run again its graph. Raises PlanError where no stage fits.
+Search = Callable[[PlanRequest], Program]
+Finish = Callable[[Program, PlanRequest], Plan]
+
+
+def fit_in_stages(search: Search, finish: Finish, request: PlanRequest) -> tuple[Plan, Plan]:
+    """Return the plan that is found for the ranks of a stage, and that of the step in stages, the
+    same where none are asked for. `search` and `finish`: `choose_plan` and `finish_plan` of the
+    model. Raises PlanError where no stage fits.
 
     A rank of a pipeline keeps what several micro-batches save, the first rank the most, so every
     rank recomputes as much as it must. Where all that a rank can recompute is too little, the plan
@@ -130,12 +132,12 @@ def fit_in_stages(
     limited = request.stages is not None and request.memory_bytes is not None
     if limited and request.recompute == "auto":
         with suppress(PlanError):  # its layout holds too much
-            return _fit_by_rank(plan_stage, finish, request)
+            return _fit_by_rank(search, finish, request)
     refused: NoRoom | None = None
     inner = request
     for _ in range(_TRIES):
         try:
-            stage_plan = plan_stage(inner)
+            stage_plan = finish(search(inner), inner)
         except PlanError as error:
             raise refused or error from None
         try:
@@ -152,15 +154,14 @@ def fit_in_stages(
     raise refused
 
 
-def _fit_by_rank(
-    plan_stage: Callable[[PlanRequest], Plan], finish: Callable[[Plan], Plan], request: PlanRequest
-) -> tuple[Plan, Plan]:
+def _fit_by_rank(search: Search, finish: Finish, request: PlanRequest) -> tuple[Plan, Plan]:
     """Return what `fit_in_stages` does, of the layout that is the fastest where nothing runs again;
     each rank then recomputes as much as it must. Raises PlanError where that is too little.
     """
     assert request.budget is not None
     budget = dataclasses.replace(request.budget, recompute="none")
-    stage_plan = plan_stage(dataclasses.replace(request, budget=budget))
+    saving_all = dataclasses.replace(request, budget=budget)
+    stage_plan = finish(search(saving_all), saving_all)
     context, limit = stage_plan.context, _limit(request)
     assert context is not None and limit is not None and request.stages is not None
     tried: list[tuple[float, Plan]] = []
@@ -182,7 +183,9 @@ def _fit_by_rank(
     if not tried:
         raise PlanError("no rank of the pipeline can recompute enough")
     _, best = min(tried, key=lambda each: each[0])
-    stage_plan = stage_plan if best.decides_as(stage_plan) else finish(best)
+    if not best.decides_as(stage_plan):
+        chosen = dataclasses.replace(context.source, plan=best)
+        stage_plan = finish(chosen, dataclasses.replace(request, budget=None))
     return stage_plan, in_stages(stage_plan, request)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,23 +212,18 @@ def plan_on_rank_0(
     if like is None:
         ranks.together("reading the layout", lambda: check_layout(program, world, request))
 
-    def plan_stage(inner: PlanRequest) -> Plan:
-        chosen = choose_plan(pipeline, program, world, inner)
+    def finish_stage(chosen: Program, inner: PlanRequest) -> Plan:
         return finish_plan(pipeline, source, chosen, world, inner, parts)
 
-    def finish_stage(decided: Plan) -> Plan:
-        assert decided.context is not None
-        chosen = dataclasses.replace(decided.context.source, plan=decided)
-        as_decided = dataclasses.replace(request, budget=None)
-        return finish_plan(pipeline, source, chosen, world, as_decided, parts)
+    choose = partial(choose_plan, pipeline, program, world)
 
     def search() -> Plan | None:
         if like is not None:
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:
             if request.stages is not None:
-                return fit_in_stages(plan_stage, finish_stage, request)[0]
-            best = choose_plan(pipeline, program, world, request)
+                return fit_in_stages(choose, finish_stage, request)[0]
+            best = choose(request)
         return fit_to_memory(pipeline, source, best, world, request).plan
 
     best_plan = ranks.together("searching", lambda: store.done_on_rank_0(search))

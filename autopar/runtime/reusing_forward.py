@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.ir.graph import copy_graph
-from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights, with_gathered
+from autopar.ir.graph import copy_graph, with_more_results
+from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights
 
 Run = Callable[[list[Any]], Any]
 
@@ -62,7 +62,7 @@ class ReusingForward:
 
     def make(self, compiled: Callable[[fx.Graph], Run]) -> None:
         """Make the further forms, each made runnable by `compiled`."""
-        self._gathering = compiled(with_gathered(self._graph, self.names))
+        self._gathering = compiled(with_more_results(self._graph, self.names))
         self._reusing = compiled(from_gathered(self._graph, self.names))
 
     def run(self, values: list[Any], weights: StepWeights | None) -> Any:

@@ -10,8 +10,8 @@ import models
 from autopar.cost.parts import gathered_bytes
 from autopar.cost.peak import peak_and_saved
 from autopar.cost.simulator.graph_events import collective_of
-from autopar.ir.graph import copy_graph, values_of_alone
-from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights, with_gathered
+from autopar.ir.graph import copy_graph, values_of_alone, with_more_results
+from autopar.passes.overlap.weight_reuse import from_gathered, gathered_weights
 from autopar.runtime.reusing_forward import ReusingForward, Run, StepWeights
 
 functional = torch.ops._c10d_functional
@@ -51,7 +51,7 @@ def test_what_other_calls_take_of_parameters_alone_is_saved() -> None:
 
 def test_the_first_forward_returns_what_it_gathers() -> None:
     graph = forward()
-    more = with_gathered(graph, ("t_default",))
+    more = with_more_results(graph, ("t_default",))
     (before,), (after,) = graph.output_node().args, more.output_node().args
     assert [str(n) for n in after] == [*map(str, before), "t_default"]  # type: ignore[union-attr]
     assert collectives(more) == collectives(graph)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ WORLD = autopar.World.preset("dgx-h100", 4)
 
 
 @functools.cache
-def planned(layout: str, count: int) -> autopar.Plan:
+def planned(layout: str, count: int, **more: Any) -> autopar.Plan:
     with torch.device("meta"):
         model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
         ids = torch.zeros(32, 128, dtype=torch.long)
     return autopar.plan(
-        model, WORLD, (ids, ids), layout, microbatches=count, smaller=False, outputs="sharded"
-    )
+        model, WORLD, (ids, ids), layout, microbatches=count, smaller=False, outputs="sharded",
+        **more,
+    )  # fmt: skip
 
 
 @pytest.mark.slow_cells("fsdp")
@@ -81,13 +83,7 @@ def test_weights_are_gathered_and_summed_once_where_they_fit() -> None:
 
 def test_weights_that_have_no_room_are_gathered_in_every_part() -> None:
     free = planned("fsdp", 4)
-    with torch.device("meta"):
-        model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
-        ids = torch.zeros(32, 128, dtype=torch.long)
-    limited = autopar.plan(
-        model, WORLD, (ids, ids), "fsdp", microbatches=4, smaller=False, recompute="full",
-        outputs="sharded",
-    )  # fmt: skip
+    limited = planned("fsdp", 4, recompute="full")
     assert limited.recompute and not limited.gathers_once
     again = [sum(c.bytes for c in p.collectives if c.kind == "all_gather") for p in (free, limited)]
     assert again[1] > 4 * again[0]
@@ -96,13 +92,7 @@ def test_weights_that_have_no_room_are_gathered_in_every_part() -> None:
 @pytest.mark.slow
 def test_scattered_sums_come_in_every_part_where_they_have_no_room() -> None:
     free = planned("fsdp", 4)
-    with torch.device("meta"):
-        model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
-        ids = torch.zeros(32, 128, dtype=torch.long)
-    limited = autopar.plan(
-        model, WORLD, (ids, ids), "fsdp", microbatches=4, smaller=False,
-        memory=0.9 * free.peak_bytes / 0.92, outputs="sharded",
-    )  # fmt: skip
+    limited = planned("fsdp", 4, memory=0.9 * free.peak_bytes / 0.92)
     assert free.sums_once and not limited.sums_once
     assert limited.peak_bytes <= (limited.device_limit or 0)
     assert limited.comm_bytes > 1.2 * free.comm_bytes

@@ -21,10 +21,14 @@ WORLD = autopar.World.preset("dgx-h100", 4)
 RESERVED = 0.92  # of a device's memory is for the step
 
 
-def test_a_rank_that_keeps_too_many_micro_batches_recomputes_blocks() -> None:
+def gpt_of(layers: int) -> tuple[models.Gpt, torch.Tensor]:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=256, sequence=512, hidden=512, heads=8, layers=4)
-        ids = torch.zeros(32, 512, dtype=torch.long)
+        model = models.Gpt(vocabulary=256, sequence=512, hidden=512, heads=8, layers=layers)
+        return model, torch.zeros(32, 512, dtype=torch.long)
+
+
+def test_a_rank_that_keeps_too_many_micro_batches_recomputes_blocks() -> None:
+    model, ids = gpt_of(4)
     stages = Stages(4, "ddp")
     plan = partial(autopar.plan, model, WORLD, (ids, ids), stages, microbatches=8, smaller=False)
     limit = 0.7 * plan(recompute="none").peak_bytes
@@ -42,9 +46,7 @@ def test_a_rank_that_keeps_too_many_micro_batches_recomputes_blocks() -> None:
 
 @pytest.mark.slow
 def test_every_rank_runs_as_much_again_as_it_must() -> None:
-    with torch.device("meta"):
-        model = models.Gpt(vocabulary=256, sequence=512, hidden=512, heads=8, layers=16)
-        ids = torch.zeros(32, 512, dtype=torch.long)
+    model, ids = gpt_of(16)
     stages = Stages(4, "ddp")
     plan = partial(autopar.plan, model, WORLD, (ids, ids), stages, microbatches=8, smaller=False)
     free = plan(recompute="none")

@@ -10,8 +10,9 @@ the first other call takes, so a change of dtype or of shape after the gather is
 backward takes the same memory, as it was saved. Source: FullyShardedDataParallel's
 SHARD_GRAD_OP; ZeRO, arXiv 1910.02054, section 7.
 
-A copy of a derived forward enters before it is scheduled, and one of the forms leaves.
-runtime/backends.py schedules and runs both.
+A derived forward enters before it is scheduled. `gathered_weights` says what is kept, the gathering
+form returns it as well (`with_more_results` of ir/graph.py), and `from_gathered` makes the reusing
+one. runtime/reusing_forward.py asks, and runtime/backends.py schedules and runs both.
 """
 
 from __future__ import annotations
@@ -31,16 +32,6 @@ def gathered_weights(forward: fx.Graph, parameters: Collection[str]) -> tuple[st
     """
     values = values_of_alone(forward, parameters, lambda n: collective_of(n) is not None)
     return tuple(node.name for node in values)
-
-
-def with_gathered(forward: fx.Graph, names: Sequence[str]) -> fx.Graph:
-    """Return a copy that returns these values, too, after its other results."""
-    graph = copy_graph(forward)
-    output, nodes = graph.output_node(), {node.name: node for node in graph.nodes}
-    (results,) = output.args
-    assert isinstance(results, tuple | list)
-    output.args = ((*results, *(nodes[name] for name in names)),)
-    return graph
 
 
 def from_gathered(forward: fx.Graph, names: Sequence[str]) -> fx.Graph:
