@@ -1,6 +1,9 @@
 """Lower bounds of reshards: what it costs at least to bring a kind of value from every joint state
 to every other, on many meshes at once.
 
+Example: to bring a value from (P, S0) to (S1, R) on two axes, axis 0 is sliced while axis 1 still
+cuts the value, then axis 1 is gathered; the bound is the least over such paths.
+
 Arrays have one dim per axis and, last, the mesh: numpy works on rows of meshes. The bytes a change
 moves depend on the number of parts the other axes cut the value into, not on the dims they cut. The
 changes are relaxed in an order in which every path of `reshard_steps` can be found at no higher
@@ -9,18 +12,20 @@ way.
 
 The order is sufficient: of two neighbouring changes on different axes, a slice before one that
 gathers or keeps the parts costs no more and makes the other cheaper; likewise one that keeps the
-parts before a gather. So any path sorts into slices (in every order of the axes, as one may wait
-for another to leave its dim), then changes that keep the parts, then gathers (nothing is in their
-way). A shard gathered and sliced again keeps the parts if its slice moves up to its gather. Used by
-message passing in __init__.py.
+parts before a gather. So any path sorts into slices, then changes that keep the parts, then
+gathers. A shard gathered and sliced again keeps the parts if its slice moves up to its gather. The
+slices of a set of axes, in whichever order and however many at once, are one step here, and so are
+gathers and changes among I, R and P: what they take is worked out once (`_Closures`).
+Used by message passing in bound.py.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,17 +35,212 @@ from autopar.ir.layout import ORDER, TRAFFIC
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, INVARIANT, PARTIAL, REPLICATED, Kind
 
 Floats = NDArray[np.float32]
+Seconds = NDArray[np.float64]
 Places = tuple[int, ...]
-_LETTER = {INVARIANT: "I", REPLICATED: "R", PARTIAL: "P"}
-_SLICES = tuple(kind for kind in ORDER if kind in ("I->S", "R->S", "P->S"))
-_GATHERS = tuple(kind for kind in ORDER if kind in ("S->P", "S->I", "S->R"))
+Index = tuple[slice, ...]
+_LETTERS = {INVARIANT: "I", REPLICATED: "R", PARTIAL: "P"}
+_CUT, _UNCUT = slice(1, 2), slice(0, 1)  # whether an axis splits the value, in an array of both
+_ALL = slice(None)
 _STEPS = {"S->R->S": ("S->R", "R->S")}
-# By the number of axes: a sequence that contains every order of them as a subsequence.
-_EVERY_ORDER = {2: (0, 1, 0), 3: (0, 1, 0, 2, 0, 1, 0), 4: (0, 1, 2, 3, 0, 1, 2, 0, 3, 1, 0, 2)}
-_NEUTRAL = tuple(kind for kind in ORDER if "S" not in kind)
 _FEW = 700  # joint states: up to this many, a table is used
 
 
+class _Step(Protocol):
+    """Changes that lower the costs of joint states, in place."""
+
+    def relax(self, costs: Floats) -> None: ...
+
+
+# -- axes that change from I, R or P to a shard, back, and among these three -----------------------
+class _LettersAndSlots:
+    """Changes of every set of axes between letters (I, R, P) and slots: `seconds` by the letters of
+    these axes and the states of the others. `beyond`: BIG for slots that are out of reach.
+    """
+
+    def __init__(
+        self, letters: slice, slots: slice, beyond: Floats, seconds: Mapping[Places, Floats]
+    ) -> None:
+        count = len(next(iter(seconds.values())).shape) - 1
+        self.changes: list[tuple[Places, Floats, Index, Index, Floats | None]] = []
+        for axes, table in seconds.items():
+            last = axes[-1]
+            out_of_reach = beyond.reshape((1,) * last + (-1,) + (1,) * (count - last))
+            self.changes.append(
+                (
+                    axes,
+                    table,
+                    tuple(letters if a in axes else _ALL for a in range(count)),
+                    tuple(slots if a == last else _ALL for a in range(count)),
+                    out_of_reach if beyond.any() else None,
+                )
+            )
+
+
+class _FromLetters(_LettersAndSlots):
+    """Axes change from letters to any slot."""
+
+    def relax(self, costs: Floats) -> None:
+        """Lower the costs, in place."""
+        least: dict[Places, Floats] = {(): costs}  # by axes: any slot of these, which have no dim
+        for axes, seconds, letters, _, _ in self.changes:
+            least[axes] = np.minimum.reduce(costs[letters] + seconds, axis=axes, keepdims=True)
+        for axes, _, _, slots, out_of_reach in reversed(self.changes):  # the largest sets first
+            reached = least[axes]
+            if out_of_reach is not None:
+                reached = reached + out_of_reach
+            into = least[axes[:-1]][slots]
+            np.minimum(into, reached, out=into)
+
+
+class _ToLetters(_LettersAndSlots):
+    """Axes change from any slot to letters."""
+
+    def relax(self, costs: Floats) -> None:
+        """Lower the costs, in place."""
+        least: dict[Places, Floats] = {(): costs.copy()}
+        for axes, seconds, letters, slots, out_of_reach in self.changes:  # the smallest sets first
+            before = least[axes[:-1]][slots]
+            if out_of_reach is not None:
+                before = before + out_of_reach
+            least[axes] = np.minimum.reduce(before, axis=axes[-1], keepdims=True)
+            into = costs[letters]
+            np.minimum(into, least[axes] + seconds, out=into)
+
+
+class _AmongLetters(NamedTuple):
+    """Axes go from letters to letters, or stay, while all others are cut. For every set of axes:
+    these, an index of the states before and one of those after, the `seconds` by the letters after
+    (one dim for all axes) and before, and how the result is shaped and transposed.
+    """
+
+    changes: tuple[tuple[Places, Index, Index, Floats, Places, Places], ...]
+
+    def relax(self, costs: Floats) -> None:
+        """Lower the costs, in place."""
+        for axes, before, after, seconds, shape, order in self.changes:
+            dims = tuple(axis + 1 for axis in axes)
+            least = np.minimum.reduce(seconds + costs[before], axis=dims)
+            into = costs[after]
+            np.minimum(into, least.reshape(*shape, -1).transpose(order), out=into)
+
+
+class _Closures:
+    """The least seconds of several changes of one kind of value, over the orders that these may
+    have and over how many axes go at once. `step`: the seconds of one change of some axes, over
+    [whether an axis cuts the value (0 or 1; one entry for the axes that change), …, mesh].
+    """
+
+    def __init__(self, meshes: Meshes, step: Callable[[str, Places], Seconds]) -> None:
+        self.count, self.mesh_count, self.step = meshes.axis_count, meshes.mesh_count, cache(step)
+
+    def slices(self, kinds: Sequence[str | None]) -> dict[Places, Seconds]:
+        """Return for every set of axes what it takes to slice them, in any order, by the letters
+        that they have; `kinds`: the change from each letter, None where it has none. Arrays over
+        [letter of axis 0, …, mesh]; for an axis that does not change, whether it cuts the value.
+        """
+        tables: dict[Places, Seconds] = {(): np.zeros((1,) * (self.count + 1))}
+        for axes in _subsets(range(self.count)):
+            table = tables[axes] = self._table(axes, len(kinds))
+            for first in _subsets(axes):
+                rest = tuple(a for a in axes if a not in first)
+                later = tables[rest][self._at(first, _CUT)] if rest else tables[rest]
+                for letter, kind in enumerate(kinds):
+                    if kind is not None:
+                        now = self.step(kind, first)[self._at(rest, _UNCUT)]
+                        into = table[self._at(first, slice(letter, letter + 1))]
+                        np.minimum(into, now + later, out=into)
+        del tables[()]
+        return tables
+
+    def gathers(self, kinds: Sequence[str | None]) -> dict[Places, Seconds]:
+        """Return what `slices` does for gathers, by the letters that the axes get. These go in
+        ORDER, then from the first axis on.
+        """
+        ordered = sorted(filter(None, kinds), key=ORDER.index)
+        tables: dict[Places, Seconds] = {(): np.zeros((1,) * (self.count + 1))}
+        for axes in _subsets(range(self.count)):
+            table = tables[axes] = self._table(axes, len(ordered))
+            for first in _subsets(axes):
+                rest = tuple(a for a in axes if a not in first)
+                later = tables[rest][self._at(first, _UNCUT)] if rest else tables[rest]
+                for letter, kind in enumerate(ordered):
+                    index = [_ALL] * self.count
+                    for a in rest:  # these get a letter that comes later, or this one after `first`
+                        index[a] = slice(letter if a > first[0] else letter + 1, None)
+                    now = self.step(kind, first)[self._at(rest, _CUT)] + later[tuple(index)]
+                    for a in first:
+                        index[a] = slice(letter, letter + 1)
+                    into = table[tuple(index)]
+                    np.minimum(into, now, out=into)
+        del tables[()]
+        places = [ordered.index(kind) if kind else len(ordered) for kind in kinds]
+        return {axes: self._reordered(table, axes, places) for axes, table in tables.items()}
+
+    def among(
+        self, kinds: Mapping[tuple[int, int], str], counts: tuple[int, int], axes: Places
+    ) -> Seconds:
+        """Return what it takes these axes to go from letters to letters while all others are cut:
+        [letters after together, letters before together, mesh]. Axes of the same kind of change
+        change at once. `kinds`: by the places of the letters before and after, "" for no change;
+        `counts`: how many letters there are before and after.
+        """
+        cut = tuple(a for a in range(self.count) if a not in axes)
+        before, after = counts
+        pairs = np.arange(before * after).reshape(before, after)
+        shape = [before] * len(axes) + [after] * len(axes)
+        grids = [
+            pairs.reshape([n if i % len(axes) == place else 1 for i, n in enumerate(shape)])
+            for place in range(len(axes))
+        ]
+        allowed = [before_place * after + after_place for before_place, after_place in kinds]
+        legal: Any = True
+        for grid in grids:
+            legal = legal & np.isin(grid, allowed)
+        total: Any = np.where(np.broadcast_to(legal, shape), 0.0, float(BIG))[..., None]
+        for (before_place, after_place), kind in kinds.items():
+            if not kind:
+                continue
+            changing: Any = 0  # a bit for every axis that takes this change
+            for place, grid in enumerate(grids):
+                changing = changing + ((grid == before_place * after + after_place) << place)
+            seconds = np.zeros((1 << len(axes), self.mesh_count))
+            for some in _subsets(range(len(axes))):
+                own = tuple(axes[place] for place in some)
+                rest = tuple(a for a in axes if a not in own)
+                index = tuple(
+                    _CUT if a in cut else _UNCUT if a in rest else _ALL for a in self._all
+                )
+                seconds[sum(1 << place for place in some)] = self.step(kind, own)[index].reshape(-1)
+            total = total + seconds[np.broadcast_to(changing, shape)]
+        rows = before ** len(axes)
+        return np.swapaxes(np.asarray(total).reshape(rows, -1, self.mesh_count), 0, 1)
+
+    def _table(self, axes: Places, letters: int) -> Seconds:
+        shape = (*(letters if a in axes else 2 for a in self._all), self.mesh_count)
+        return np.full(shape, float(BIG))
+
+    def _reordered(self, table: Seconds, axes: Places, places: Sequence[int]) -> Seconds:
+        """Return a table with the letters at these places; one beyond them has BIG."""
+        for a in axes if list(places) != list(range(table.shape[axes[0]])) else ():
+            absent = np.full((*table.shape[:a], 1, *table.shape[a + 1 :]), float(BIG))
+            table = np.concatenate([table, absent], axis=a).take(places, axis=a)
+        return table
+
+    @property
+    def _all(self) -> range:
+        return range(self.count)
+
+    def _at(self, axes: Places, place: slice) -> tuple[slice, ...]:
+        return tuple(place if a in axes else _ALL for a in self._all)
+
+
+def _subsets(axes: Sequence[int]) -> Iterator[Places]:
+    """Yield every set of these axes but the empty one, small ones first."""
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+# -- axes that change from one dim to another ------------------------------------------------------
 class _Joint(NamedTuple):
     """A change of several axes at once: its seconds by the states of the others, [state, …, mesh];
     `further`: the changes in which one more axis (a dim of that array) takes part.
@@ -50,7 +250,7 @@ class _Joint(NamedTuple):
     further: tuple[tuple[int, _Joint], ...]
 
 
-class _Change(NamedTuple):
+class _Move(NamedTuple):
     """A change of axis `axis` and perhaps later axes, each from any of `sources` to any of
     `targets` (indices of states).
     """
@@ -60,22 +260,22 @@ class _Change(NamedTuple):
     targets: Places
     joint: _Joint
 
-    def turned(self) -> _Change:
+    def turned(self) -> _Move:
         """Return the change in the opposite direction."""
         return self._replace(sources=self.targets, targets=self.sources)
 
 
-class _Together(NamedTuple):
+class _Moves(NamedTuple):
     """Changes of one axis that are relaxed from the same costs; `least`: indices of states, and the
     numbers of the changes that lead there.
     """
 
     axis: int
-    members: tuple[_Change, ...]
+    members: tuple[_Move, ...]
     least: tuple[tuple[Places, Places], ...]
 
     @staticmethod
-    def of(reshards: Sequence[_Change]) -> _Together:
+    def of(reshards: Sequence[_Move]) -> _Moves:
         """Return these changes, with the states they lead to grouped by the changes that do."""
         targets = sorted({place for change in reshards for place in change.targets})
         least: dict[Places, Places] = {}
@@ -83,7 +283,7 @@ class _Together(NamedTuple):
             leading = tuple(n for n, change in enumerate(reshards) if place in change.targets)
             least[leading] = (*least.get(leading, ()), place)
         pairs = tuple((places, leading) for leading, places in least.items())
-        return _Together(reshards[0].axis, tuple(reshards), pairs)
+        return _Moves(reshards[0].axis, tuple(reshards), pairs)
 
     def relax(self, costs: Floats) -> None:
         """Lower the costs by these changes, in place."""
@@ -111,9 +311,21 @@ class ReshardBounds:
         self.sources, self.targets = sources, targets
         self.states = tuple(sorted(sources | targets))
         self._known: dict[tuple[str, Places], Floats] = {}
-        in_order = [changes for changes in self._in_order() if changes]
-        self._forwards = [_Together.of(changes) for changes in in_order]
-        self._backwards = [_Together.of([c.turned() for c in cs]) for cs in reversed(in_order)]
+        slices = list(self._letters_and_slots("{}->S", sources, targets))
+        gathers = list(self._letters_and_slots("S->{}", targets, sources))
+        moves = [changes for changes in self._moves() if changes]
+        self._forwards: list[_Step] = [
+            *(_FromLetters(*each) for each in slices),
+            _AmongLetters(tuple(self._among_letters(turned=False))),
+            *map(_Moves.of, moves),
+            *(_ToLetters(*each) for each in gathers),
+        ]
+        self._backwards: list[_Step] = [
+            *(_FromLetters(*each) for each in gathers),
+            *(_Moves.of([move.turned() for move in changes]) for changes in reversed(moves)),
+            _AmongLetters(tuple(self._among_letters(turned=True))),
+            *(_ToLetters(*each) for each in slices),
+        ]
 
     def push(self, costs: Floats) -> Floats:
         """Return the least costs of target states, given the costs of source states."""
@@ -142,69 +354,136 @@ class ReshardBounds:
         costs = _relax_all(self._forwards, start.reshape(*shape, states))  # a source is a mesh
         return np.minimum(costs, BIG).reshape(states, states)
 
-    # -- which changes, in which order -------------------------------------------------------------
-    def _in_order(self) -> Iterator[list[_Change]]:
-        """Yield groups of changes in the order in which they are relaxed."""
-        everywhere = range(self.meshes.axis_count)
-        count = self.meshes.axis_count
-        for axis in _EVERY_ORDER.get(count, tuple(everywhere) * count):
-            yield [change for kind in _SLICES for change in self._of(kind, axis)]
-        for kind in _NEUTRAL:
-            yield from self._steps_of_axes(kind)
-        for axis in everywhere:
-            yield [*self._of("S->S", axis), *self._room(axis)]
-        for kind in _GATHERS:
-            yield from self._steps_of_axes(kind)
-
-    def _steps_of_axes(self, kind: str) -> Iterator[list[_Change]]:
-        for axis in range(self.meshes.axis_count):
-            yield list(self._of(kind, axis))
-
-    def _of(self, kind: str, axis: int) -> Iterator[_Change]:
-        """Yield changes of `axis` and perhaps later ones: from one dim (or I, R, P) to one
-        other.
+    # -- which changes -----------------------------------------------------------------------------
+    def _letters_and_slots(
+        self, form: str, letters: frozenset[int], slots: frozenset[int]
+    ) -> Iterator[tuple[slice, slice, Floats, dict[Places, Floats]]]:
+        """Yield the changes between these letters and slots if there are any, slices or gathers as
+        `form` says: what `_LettersAndSlots` takes.
         """
-        for sources, targets in self._groups(kind):
-            yield self._change(kind, axis, sources, targets)
-
-    def _room(self, axis: int) -> Iterator[_Change]:
-        """Yield the change that gathers and slices again. (Several axes at once would not do so in
-        one step.)
-        """
-        sources, targets = (self._of_letter("S", states) for states in (self.sources, self.targets))
-        if sources and targets and not (sources == targets and len(sources) == 1):
-            yield self._change("S->R->S", axis, sources, targets)
-
-    def _change(self, kind: str, axis: int, sources: Places, targets: Places) -> _Change:
-        others = tuple(range(axis + 1, self.meshes.axis_count))
-        return _Change(axis, sources, targets, self._joint(kind, (axis,), others))
-
-    def _groups(self, kind: str) -> Iterator[tuple[Places, Places]]:
-        """Yield sources and targets of a kind of change, the same on every axis that changes
-        jointly.
-        """
-        before, after = kind.split("->")
-        sources, targets = (
-            self._of_letter(before, self.sources),
-            self._of_letter(after, self.targets),
-        )
-        if kind != "S->S":
-            yield from [(sources, targets)] if sources and targets else ()
+        places, all_slots = self._letter_places(letters), self.states[self._first_slot :]
+        if places is None or not slots & set(all_slots):
             return
-        for dim in sorted({self._dim(place) for place in targets}):
-            there = tuple(place for place in targets if self._dim(place) == dim)
-            elsewhere = tuple(place for place in sources if self._dim(place) != dim)
-            if elsewhere:
-                yield elsewhere, there
+        kinds = tuple(
+            form.format(_LETTERS[state]) if state in letters else None
+            for state in self.states[places]
+        )
+        key = (form, kinds, self._size)
+        if key not in self.meshes.closures:
+            closures = _Closures(self.meshes, self._step)
+            find = closures.slices if form == "{}->S" else closures.gathers
+            self.meshes.closures[key] = find(kinds)
+        tables: dict[Places, Seconds] = self.meshes.closures[key]
+        beyond = np.array([0.0 if slot in slots else BIG for slot in all_slots], np.float32)
+        seconds = {axes: self._by_state(table, axes) for axes, table in tables.items()}
+        yield places, slice(self._first_slot, None), beyond, seconds
 
-    def _of_letter(self, letter: str, states: frozenset[int]) -> Places:
-        numbered_states = enumerate(self.states)
-        return tuple(n for n, s in numbered_states if s in states and _LETTER.get(s, "S") == letter)
+    def _among_letters(
+        self, turned: bool
+    ) -> Iterator[tuple[Places, Index, Index, Floats, Places, Places]]:
+        """Yield the changes from letters to letters of every set of axes, all others being cut."""
+        sources, targets = self._letter_places(self.sources), self._letter_places(self.targets)
+        if sources is None or targets is None:
+            return
+        kinds = {
+            (i, j): "" if before == after else f"{_LETTERS[before]}->{_LETTERS[after]}"
+            for i, before in enumerate(self.states[sources])
+            for j, after in enumerate(self.states[targets])
+            if before in self.sources and after in self.targets
+        }
+        if not any(kinds.values()):
+            return
+        counts = (sources.stop - sources.start, targets.stop - targets.start)
+        first, last = (targets, sources) if turned else (sources, targets)
+        slots = len(self.states) - self._first_slot
+        for axes in _subsets(self._axes):
+            if not slots and len(axes) < len(self._axes):
+                continue
+            key = (tuple(kinds.items()), axes, self._size)
+            if key not in self.meshes.closures:
+                closures = _Closures(self.meshes, self._step)
+                self.meshes.closures[key] = closures.among(kinds, counts, axes)
+            seconds = self.meshes.closures[key]
+            seconds = np.swapaxes(seconds, 0, 1) if turned else seconds
+            letters = counts[1 if turned else 0]
+            shape = (-1, *(letters if a in axes else 1 for a in self._axes), seconds.shape[-1])
+            cut = [a for a in self._axes if a not in axes]
+            places = [*axes, *cut]
+            yield (
+                axes,
+                self._index(axes, first),
+                self._index(axes, last),
+                np.ascontiguousarray(seconds.reshape(shape), dtype=np.float32),
+                (*[counts[0 if turned else 1]] * len(axes), *[slots] * len(cut)),
+                (*(places.index(a) for a in self._axes), len(places)),
+            )
+
+    def _moves(self) -> Iterator[list[_Move]]:
+        """Yield the changes of each axis from one dim to another: directly or by a gather and a
+        slice, perhaps with later axes.
+        """
+        sources, targets = (self._shards(states) for states in (self.sources, self.targets))
+        for axis in self._axes:
+            later = tuple(self._axes)[axis + 1 :]
+            changes = []
+            for dim in sorted({self._dim(place) for place in targets}):
+                there = tuple(place for place in targets if self._dim(place) == dim)
+                elsewhere = tuple(place for place in sources if self._dim(place) != dim)
+                if elsewhere:
+                    joint = self._joint("S->S", (axis,), later)
+                    changes.append(_Move(axis, elsewhere, there, joint))
+            if sources and targets and not (sources == targets and len(sources) == 1):
+                joint = self._joint("S->R->S", (axis,), later)
+                changes.append(_Move(axis, sources, targets, joint))
+            yield changes
+
+    # -- which states ------------------------------------------------------------------------------
+    @property
+    def _axes(self) -> range:
+        return range(self.meshes.axis_count)
+
+    @property
+    def _size(self) -> Hashable:
+        """What the seconds of a change depend on."""
+        return math.prod(self.kind.shape), self.kind.element
+
+    @property
+    def _first_slot(self) -> int:
+        """The place of the first state that is no letter."""
+        return sum(state < FIRST_SLOT for state in self.states)
+
+    def _letter_places(self, states: frozenset[int]) -> slice | None:
+        """Return the places from the first to the last of these states that are letters."""
+        places = [n for n, s in enumerate(self.states) if s in states and s < FIRST_SLOT]
+        return slice(places[0], places[-1] + 1) if places else None
+
+    def _index(self, axes: Places, letters: slice) -> Index:
+        """Return an index of the states in which these axes have letters, the others slots."""
+        slots = slice(self._first_slot, None)
+        return tuple(letters if a in axes else slots for a in self._axes)
+
+    def _by_state(self, table: Seconds, axes: Places) -> Floats:
+        """Return seconds by whether other axes cut the value as seconds by their states."""
+        splits = [int(state >= FIRST_SLOT) for state in self.states]
+        for axis in self._axes:
+            if axis not in axes:
+                table = table.take(splits, axis=axis)
+        return np.minimum(table, BIG).astype(np.float32)
+
+    def _shards(self, states: frozenset[int]) -> Places:
+        return tuple(n for n, s in enumerate(self.states) if s in states and s >= FIRST_SLOT)
 
     def _dim(self, place: int) -> int:
         return self.kind.slots[self.states[place] - FIRST_SLOT][0]
 
     # -- what they cost ----------------------------------------------------------------------------
+    def _step(self, kind: str, axes: Places) -> Seconds:
+        """Return the seconds of one step: [1 for each of its axes, whether another axis cuts the
+        value (0 or 1), …, mesh].
+        """
+        seconds = np.moveaxis(self._of_step(kind, axes), 0, -1)
+        return np.expand_dims(seconds, axes)
+
     def _joint(self, kind: str, axes: Places, others: Places) -> _Joint:
         further = tuple(
             (b - len(axes), self._joint(kind, (*axes, b), others[i + 1 :]))
@@ -274,15 +553,15 @@ class ReshardBounds:
         return elements
 
 
-def _relax_all(reshards: Sequence[_Together], before: Floats) -> Floats:
-    """Return the costs after relaxing all groups of changes in order."""
+def _relax_all(steps: Sequence[_Step], before: Floats) -> Floats:
+    """Return the costs after all steps in order."""
     costs = before.copy()
-    for together in reshards:
-        together.relax(costs)
+    for step in steps:
+        step.relax(costs)
     return costs
 
 
-def _target_costs(least: Floats, change: _Change, joint: _Joint) -> Floats:
+def _target_costs(least: Floats, change: _Move, joint: _Joint) -> Floats:
     """Return what any target costs, given the least costs of the sources, on the axes that have
     changed; others may have changed with them: [states of the other axes, mesh].
     """
