@@ -10,6 +10,7 @@ import pytest
 from autopar import World
 from autopar.cost.communication import path_seconds
 from autopar.cost.many_meshes import Meshes
+from autopar.errors import LayoutError
 from autopar.ir.layout import Element, I, Layout, P, R, S
 from autopar.ir.mesh import Mesh
 from autopar.ir.reshard import reshard_steps
@@ -80,6 +81,32 @@ def test_meshes_together_are_as_each_alone() -> None:
     for place, mesh in enumerate(meshes):
         alone = table(reshard_bounds([mesh], STATES, STATES), 2)
         np.testing.assert_array_equal(both[..., place], alone[..., 0])
+
+
+def test_a_sample_of_paths_on_three_axes_costs_no_less() -> None:
+    mesh = Mesh.parse("x4.y4.z2")
+    found = reshard_bounds([mesh], STATES, STATES)
+    pushed, pulled = table(found, 3)[..., 0], table(found, 3, pull=True)[..., 0]
+    joint = list(itertools.product(found.states, repeat=3))
+    pairs = np.random.default_rng(0).integers(len(joint), size=(1500, 2)).tolist()
+    for i, j in pairs:
+        try:
+            source, target = layout(mesh, joint[i]), layout(mesh, joint[j])
+        except LayoutError:
+            continue
+        exact = path_seconds(reshard_steps(source, target), KIND.element, WORLD)
+        assert pushed[i, j] <= exact * (1 + 1e-4) + 1e-12, (str(source), str(target))
+        assert pulled[i, j] <= exact * (1 + 1e-4) + 1e-12, (str(source), str(target))
+
+
+def test_changes_among_letters_cost_what_their_path_does() -> None:
+    mesh = Mesh.parse("x4.y4.z2")
+    found = reshard_bounds([mesh], STATES[:3], STATES[:3])
+    seconds = table(found, 3)[..., 0]
+    joint = [layout(mesh, states) for states in itertools.product(found.states, repeat=3)]
+    for (i, source), (j, target) in itertools.product(enumerate(joint), repeat=2):
+        exact = path_seconds(reshard_steps(source, target), KIND.element, WORLD)
+        assert seconds[i, j] == pytest.approx(exact, rel=1e-5), (str(source), str(target))
 
 
 @pytest.mark.parametrize("states", [(0, 1, 2), (2, 0, 2, 2, 1), (1, 1)])
