@@ -38,7 +38,7 @@ class Meshes:
         assert all(len(mesh.axes) == self.axis_count for mesh in meshes)
         self._lines: dict[tuple[str, tuple[int, ...], bool], tuple[Array, Array, Array]] = {}
         self.steps: dict[Hashable, Array] = {}  # of reshards, which reshard_costs.py works out
-        self.closures: dict[Hashable, Any] = {}  # of several steps, likewise
+        self.closures: dict[Hashable, Any] = {}  # of several steps, as it takes them
         self.reshards: dict[Hashable, Any] = {}  # its ReshardBounds, by what they depend on
 
     @cached_property

@@ -28,6 +28,7 @@ SHARES = (1.0, 0.8, 0.6, 0.5)  # of the peak of the plan without a limit
 WIDTHS, RANKS = ("llama3-8b", "llama3-70b"), (32, 256)
 LAYERS, TOKENS = 12, 8192
 LONGER = 0.01  # of a step
+ENOUGH = 2.0**50  # bytes
 
 Row = dict[str, Any]
 
@@ -46,7 +47,7 @@ def rows(width: str, ranks: int) -> list[Row]:
     world = World.preset("dgx-h100", ranks=ranks)
     found: list[Row] = []
 
-    def call(share: float | None, limit: float | None) -> None:
+    def call(share: float | None, limit: float) -> None:
         start = time.process_time()
         row: Row = {"width": width, "ranks": ranks, "share": share}
         try:
@@ -56,7 +57,7 @@ def rows(width: str, ranks: int) -> list[Row]:
             row["error"] = str(error).splitlines()[0]
         found.append(row | {"cpu": time.process_time() - start})
 
-    call(None, None)
+    call(None, ENOUGH)
     for share in SHARES:
         call(share, share * found[0]["peak"])
     return found

@@ -99,7 +99,7 @@ def test_a_sample_of_paths_on_three_axes_costs_no_less() -> None:
         assert pulled[i, j] <= exact * (1 + 1e-4) + 1e-12, (str(source), str(target))
 
 
-def test_changes_among_letters_cost_what_their_path_does() -> None:
+def test_reshards_among_letters_cost_what_their_path_does() -> None:
     mesh = Mesh.parse("x4.y4.z2")
     found = reshard_bounds([mesh], STATES[:3], STATES[:3])
     seconds = table(found, 3)[..., 0]

@@ -61,11 +61,11 @@ class _LettersAndSlots:
         self, letters: slice, slots: slice, beyond: Floats, seconds: Mapping[Places, Floats]
     ) -> None:
         count = len(next(iter(seconds.values())).shape) - 1
-        self.changes: list[tuple[Places, Floats, Index, Index, Floats | None]] = []
+        self.reshards: list[tuple[Places, Floats, Index, Index, Floats | None]] = []
         for axes, table in seconds.items():
             last = axes[-1]
             out_of_reach = beyond.reshape((1,) * last + (-1,) + (1,) * (count - last))
-            self.changes.append(
+            self.reshards.append(
                 (
                     axes,
                     table,
@@ -82,9 +82,9 @@ class _FromLetters(_LettersAndSlots):
     def relax(self, costs: Floats) -> None:
         """Lower the costs, in place."""
         least: dict[Places, Floats] = {(): costs}  # by axes: any slot of these, which have no dim
-        for axes, seconds, letters, _, _ in self.changes:
+        for axes, seconds, letters, _, _ in self.reshards:
             least[axes] = np.minimum.reduce(costs[letters] + seconds, axis=axes, keepdims=True)
-        for axes, _, _, slots, out_of_reach in reversed(self.changes):  # the largest sets first
+        for axes, _, _, slots, out_of_reach in reversed(self.reshards):  # the largest sets first
             reached = least[axes]
             if out_of_reach is not None:
                 reached = reached + out_of_reach
@@ -98,7 +98,7 @@ class _ToLetters(_LettersAndSlots):
     def relax(self, costs: Floats) -> None:
         """Lower the costs, in place."""
         least: dict[Places, Floats] = {(): costs.copy()}
-        for axes, seconds, letters, slots, out_of_reach in self.changes:  # the smallest sets first
+        for axes, seconds, letters, slots, out_of_reach in self.reshards:  # the smallest sets first
             before = least[axes[:-1]][slots]
             if out_of_reach is not None:
                 before = before + out_of_reach
@@ -113,11 +113,11 @@ class _AmongLetters(NamedTuple):
     (one dim for all axes) and before, and how the result is shaped and transposed.
     """
 
-    changes: tuple[tuple[Places, Index, Index, Floats, Places, Places], ...]
+    reshards: tuple[tuple[Places, Index, Index, Floats, Places, Places], ...]
 
     def relax(self, costs: Floats) -> None:
         """Lower the costs, in place."""
-        for axes, before, after, seconds, shape, order in self.changes:
+        for axes, before, after, seconds, shape, order in self.reshards:
             dims = tuple(axis + 1 for axis in axes)
             least = np.minimum.reduce(seconds + costs[before], axis=dims)
             into = costs[after]
@@ -250,7 +250,7 @@ class _Joint(NamedTuple):
     further: tuple[tuple[int, _Joint], ...]
 
 
-class _Move(NamedTuple):
+class _Change(NamedTuple):
     """A change of axis `axis` and perhaps later axes, each from any of `sources` to any of
     `targets` (indices of states).
     """
@@ -260,22 +260,22 @@ class _Move(NamedTuple):
     targets: Places
     joint: _Joint
 
-    def turned(self) -> _Move:
+    def turned(self) -> _Change:
         """Return the change in the opposite direction."""
         return self._replace(sources=self.targets, targets=self.sources)
 
 
-class _Moves(NamedTuple):
+class _Together(NamedTuple):
     """Changes of one axis that are relaxed from the same costs; `least`: indices of states, and the
     numbers of the changes that lead there.
     """
 
     axis: int
-    members: tuple[_Move, ...]
+    members: tuple[_Change, ...]
     least: tuple[tuple[Places, Places], ...]
 
     @staticmethod
-    def of(reshards: Sequence[_Move]) -> _Moves:
+    def of(reshards: Sequence[_Change]) -> _Together:
         """Return these changes, with the states they lead to grouped by the changes that do."""
         targets = sorted({place for change in reshards for place in change.targets})
         least: dict[Places, Places] = {}
@@ -283,7 +283,7 @@ class _Moves(NamedTuple):
             leading = tuple(n for n, change in enumerate(reshards) if place in change.targets)
             least[leading] = (*least.get(leading, ()), place)
         pairs = tuple((places, leading) for leading, places in least.items())
-        return _Moves(reshards[0].axis, tuple(reshards), pairs)
+        return _Together(reshards[0].axis, tuple(reshards), pairs)
 
     def relax(self, costs: Floats) -> None:
         """Lower the costs by these changes, in place."""
@@ -313,16 +313,16 @@ class ReshardBounds:
         self._known: dict[tuple[str, Places], Floats] = {}
         slices = list(self._letters_and_slots("{}->S", sources, targets))
         gathers = list(self._letters_and_slots("S->{}", targets, sources))
-        moves = [changes for changes in self._moves() if changes]
+        dims = [changes for changes in self._between_dims() if changes]
         self._forwards: list[_Step] = [
             *(_FromLetters(*each) for each in slices),
             _AmongLetters(tuple(self._among_letters(turned=False))),
-            *map(_Moves.of, moves),
+            *map(_Together.of, dims),
             *(_ToLetters(*each) for each in gathers),
         ]
         self._backwards: list[_Step] = [
             *(_FromLetters(*each) for each in gathers),
-            *(_Moves.of([move.turned() for move in changes]) for changes in reversed(moves)),
+            *(_Together.of([change.turned() for change in changes]) for changes in reversed(dims)),
             _AmongLetters(tuple(self._among_letters(turned=True))),
             *(_ToLetters(*each) for each in slices),
         ]
@@ -368,15 +368,16 @@ class ReshardBounds:
             form.format(_LETTERS[state]) if state in letters else None
             for state in self.states[places]
         )
-        key = (form, kinds, self._size)
+        splits = tuple(int(state >= FIRST_SLOT) for state in self.states)
+        key = (form, kinds, splits, self._size)
         if key not in self.meshes.closures:
             closures = _Closures(self.meshes, self._step)
             find = closures.slices if form == "{}->S" else closures.gathers
-            self.meshes.closures[key] = find(kinds)
-        tables: dict[Places, Seconds] = self.meshes.closures[key]
+            self.meshes.closures[key] = {
+                axes: self._by_state(table, axes, splits) for axes, table in find(kinds).items()
+            }
         beyond = np.array([0.0 if slot in slots else BIG for slot in all_slots], np.float32)
-        seconds = {axes: self._by_state(table, axes) for axes, table in tables.items()}
-        yield places, slice(self._first_slot, None), beyond, seconds
+        yield places, slice(self._first_slot, None), beyond, self.meshes.closures[key]
 
     def _among_letters(
         self, turned: bool
@@ -399,26 +400,27 @@ class ReshardBounds:
         for axes in _subsets(self._axes):
             if not slots and len(axes) < len(self._axes):
                 continue
-            key = (tuple(kinds.items()), axes, self._size)
+            key = (tuple(kinds.items()), axes, turned, self._size)
             if key not in self.meshes.closures:
                 closures = _Closures(self.meshes, self._step)
-                self.meshes.closures[key] = closures.among(kinds, counts, axes)
-            seconds = self.meshes.closures[key]
-            seconds = np.swapaxes(seconds, 0, 1) if turned else seconds
-            letters = counts[1 if turned else 0]
-            shape = (-1, *(letters if a in axes else 1 for a in self._axes), seconds.shape[-1])
+                table = closures.among(kinds, counts, axes)
+                table = np.swapaxes(table, 0, 1) if turned else table
+                letters = counts[1 if turned else 0]
+                shape = (-1, *(letters if a in axes else 1 for a in self._axes), table.shape[-1])
+                table = np.ascontiguousarray(table.reshape(shape), dtype=np.float32)
+                self.meshes.closures[key] = table
             cut = [a for a in self._axes if a not in axes]
             places = [*axes, *cut]
             yield (
                 axes,
                 self._index(axes, first),
                 self._index(axes, last),
-                np.ascontiguousarray(seconds.reshape(shape), dtype=np.float32),
+                self.meshes.closures[key],
                 (*[counts[0 if turned else 1]] * len(axes), *[slots] * len(cut)),
                 (*(places.index(a) for a in self._axes), len(places)),
             )
 
-    def _moves(self) -> Iterator[list[_Move]]:
+    def _between_dims(self) -> Iterator[list[_Change]]:
         """Yield the changes of each axis from one dim to another: directly or by a gather and a
         slice, perhaps with later axes.
         """
@@ -431,10 +433,10 @@ class ReshardBounds:
                 elsewhere = tuple(place for place in sources if self._dim(place) != dim)
                 if elsewhere:
                     joint = self._joint("S->S", (axis,), later)
-                    changes.append(_Move(axis, elsewhere, there, joint))
+                    changes.append(_Change(axis, elsewhere, there, joint))
             if sources and targets and not (sources == targets and len(sources) == 1):
                 joint = self._joint("S->R->S", (axis,), later)
-                changes.append(_Move(axis, sources, targets, joint))
+                changes.append(_Change(axis, sources, targets, joint))
             yield changes
 
     # -- which states ------------------------------------------------------------------------------
@@ -462,9 +464,10 @@ class ReshardBounds:
         slots = slice(self._first_slot, None)
         return tuple(letters if a in axes else slots for a in self._axes)
 
-    def _by_state(self, table: Seconds, axes: Places) -> Floats:
-        """Return seconds by whether other axes cut the value as seconds by their states."""
-        splits = [int(state >= FIRST_SLOT) for state in self.states]
+    def _by_state(self, table: Seconds, axes: Places, splits: Places) -> Floats:
+        """Return seconds by whether other axes cut the value as seconds by their states; `splits`:
+        whether a state does.
+        """
         for axis in self._axes:
             if axis not in axes:
                 table = table.take(splits, axis=axis)
@@ -561,7 +564,7 @@ def _relax_all(steps: Sequence[_Step], before: Floats) -> Floats:
     return costs
 
 
-def _target_costs(least: Floats, change: _Move, joint: _Joint) -> Floats:
+def _target_costs(least: Floats, change: _Change, joint: _Joint) -> Floats:
     """Return what any target costs, given the least costs of the sources, on the axes that have
     changed; others may have changed with them: [states of the other axes, mesh].
     """
