@@ -60,10 +60,9 @@ class _LettersAndSlots:
     def __init__(
         self, letters: slice, slots: slice, beyond: Floats, seconds: Mapping[Places, Floats]
     ) -> None:
-        count = len(next(iter(seconds.values())).shape) - 1
         self.reshards: list[tuple[Places, Floats, Index, Index, Floats | None]] = []
         for axes, table in seconds.items():
-            last = axes[-1]
+            last, count = axes[-1], table.ndim - 1
             out_of_reach = beyond.reshape((1,) * last + (-1,) + (1,) * (count - last))
             self.reshards.append(
                 (
