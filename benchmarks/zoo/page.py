@@ -27,8 +27,7 @@ in float64, as `autopar.verify` does: every node, the loss, every gradient and t
 three steps of AdamW are compared with one device.
 
 A layout's column has the largest relative error; `CPU` are seconds of tracing, planning and
-proving. `by trial`: ops whose rule was found by running them on small tensors. `no rule`: ops that
-run unsharded on every rank, with their share of the modelled step.
+proving. `no rule`: ops that run unsharded on every rank, with their share of the modelled step.
 """
 
 REAL = """\
@@ -39,9 +38,10 @@ Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) f
 
 Models of papers on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and Gemma-2 in
 bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW. `step` and `peak` are the modelled
-step and a rank's memory beside those of one rank that holds all; `CPU` are seconds of planning. In
-brackets: the share of the FLOPs in products, convolutions and attention that several ranks run
-whole, from 0.1 % on; with a `*` splitting them would take longer; ops without a rule follow.
+step and a rank's memory beside those of one rank that holds all; `CPU` are seconds of planning
+`auto`. In brackets: the share of the FLOPs in products, convolutions and attention that several
+ranks run whole, from 0.1 % on; with a `*` splitting them would take longer; ops without a rule
+follow.
 """
 
 EXPERTS = """\
@@ -96,10 +96,9 @@ def page_lines(results: dict[str, Any], real: dict[str, Row], experts: dict[str,
 
 
 def real_lines(rows: dict[str, Row]) -> list[str]:
-    """Return the section of the models at real sizes: three columns a layout."""
-    columns = [f"{layout} {what}" for layout in real_rows.LAYOUTS
-               for what in ("step", "peak", "CPU")]  # fmt: skip
-    headings = ("model", "parameters", "one rank", *columns)
+    """Return the section of the models at real sizes: two columns a layout."""
+    columns = [f"{layout} {what}" for layout in real_rows.LAYOUTS for what in ("step", "peak")]
+    headings = ("model", "parameters", "one rank", *columns, "CPU")
     reasons: list[str] = []
     lines = [REAL, "| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     for name, row in rows.items():
@@ -108,6 +107,7 @@ def real_lines(rows: dict[str, Row]) -> list[str]:
         cells = [name, numbers, _alone(alone)]
         for layout in real_rows.LAYOUTS:
             cells += _real_cells(row.get(layout, row), alone, reasons)
+        cells.append(_cpu(row.get("auto", {}), reasons))
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
 
@@ -168,28 +168,27 @@ def _alone(entry: Row) -> str:
 
 
 def _real_cells(entry: Row, alone: Row, reasons: list[str]) -> list[str]:
-    """Return the three cells of a plan; where there is none, the number of the reason."""
+    """Return the two cells of a plan; where there is none, the number of the reason."""
     if "seconds" not in entry:
-        return [_reference(entry["reason"], reasons) if "reason" in entry else "", "", ""]
+        return [_reference(entry["reason"], reasons) if "reason" in entry else "", ""]
     step, peak = (
         f"{entry[key] / alone[key]:.2f}" if key in alone else ""
         for key in ("seconds", "peak_bytes")
     )
     whole = [f"{entry['whole']:.1%}" + "*" * entry["cheapest"]] if entry["whole"] > 5e-4 else []
     unsplit = whole + [f"`{op_name(op)}`" for op in entry["no_rule"]]
-    return [step + f" ({', '.join(unsplit)})" * bool(unsplit), peak, f"{entry['plan_s']:.0f}"]
+    return [step + f" ({', '.join(unsplit)})" * bool(unsplit), peak]
 
 
 def table_lines(rows: dict[str, Row]) -> list[str]:
     """Return the table of some rows, and the reasons below it."""
-    headings = ("model", *LAYOUTS, "CPU", "by trial", "no rule")
+    headings = ("model", *LAYOUTS, "CPU", "no rule")
     reasons: list[str] = []
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     for name, row in rows.items():
         cells = [name, *(cell(row, layout, reasons) for layout in LAYOUTS)]
-        trials = (f"`{op_name(op)}`" for op in row.get("probed", ()))
         costs = (f"`{op_name(op)}` {p:.2%}" for op, p in row.get("without_rule", {}).items())
-        cells += [str(row.get("cpu_s", "")), ", ".join(trials), ", ".join(costs)]
+        cells += [str(row.get("cpu_s", "")), ", ".join(costs)]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
 
