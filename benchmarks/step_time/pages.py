@@ -55,8 +55,8 @@ between nodes.
 RATIOS = """\
 ## auto against the best peer
 
-"1.70 DDP, link 0.93": DDP was the best peer, its step took 1.70 times as long as auto's in the same
-round (median over the rounds), and its bytes need 0.93 of its step on the busiest link.
+"1.70 DDP": DDP was the best peer, and its step took 1.70 times as long as auto's in the same round
+(median over the rounds).
 """
 
 
@@ -97,7 +97,7 @@ def _ratio_lines(found: list[Summary]) -> list[str]:
 def _ratio(judged: Verdict | None) -> str:
     if judged is None:
         return ""
-    return f"{judged['ratio']:.2f} {judged['peer']}, link {judged['share']:.2f}"
+    return f"{judged['ratio']:.2f} {judged['peer']}"
 
 
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
