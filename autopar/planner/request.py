@@ -48,9 +48,9 @@ class Grid2D:
 
 @dataclasses.dataclass(frozen=True)
 class Grid3D:
-    """A mesh of x · y · z ranks: one axis on each of m, n and k, which one the search chooses for
-    every product. X and W are gathered, Y is reduce-scattered, and each of them may be spread over
-    all three between uses.
+    """A mesh of x · y · z ranks: one axis on m, one on n, one on k; for every product the search
+    chooses which. X and W are gathered, Y is reduce-scattered, and between uses each of them may be
+    split over all three axes.
 
     >>> import autopar, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
@@ -143,10 +143,10 @@ class GridHSDP:
 
 @dataclasses.dataclass(frozen=True)
 class GridContext:
-    """Context parallelism within another layout: `context` ranks split the sequence of each of its
-    ranks. In attention, queries stay where they are and keys and values are gathered, or ranks
-    exchange their parts of the sequence for heads; weights are stored split over the axis, as over
-    FSDP's.
+    """Context parallelism within another layout: in place of each rank of that layout stand
+    `context` ranks, which split its sequences. In attention, keys and values are gathered and
+    queries stay, or ranks exchange slices of the sequence for heads. Weights are stored split over
+    the axis, as in FSDP.
 
     >>> import autopar, torch
     >>> from torch.nn import functional as F
@@ -161,14 +161,15 @@ class GridContext:
     >>> print(autopar.plan(Net(), 4, (ids,), GridContext(2)).mesh)
     data2.context2
 
-    `within`: the layout of the other ranks, a name of one axis or a grid. `attention`: what a rank
-    takes of it. A causal mask leaves early queries less to do than late ones, so in "strided" ranks
-    take runs of queries in turns, and one "contiguous" part else; words: (1-1/context)·(k + v),
-    keys and values of a whole sequence, backward as much. In "heads" a rank takes the whole
-    sequence of its heads; words: (1-1/context)·(q + k + v + out)/context, backward as much. Raises,
-    when planned, LayoutError where sizes do not multiply to the ranks, or `context` does not divide
-    the sequence, or the heads. Source: Llama 3, arXiv 2407.21783, section 3.3.2; heads:
-    DeepSpeed-Ulysses, arXiv 2309.14509.
+    `within`: the other layout, a name of one axis or a grid. `attention`: which queries a rank
+    computes. Under a causal mask early queries see fewer keys than late ones. So with "strided"
+    each rank takes a run of queries, then the next rank, and so on over the sequence; with
+    "contiguous" it takes one slice. Both receive (1-1/context)·(k + v) words of keys and values,
+    backward as many. With "heads" a rank computes whole sequences of its heads and receives
+    (1-1/context)·(q + k + v + out)/context words, backward as many. Raises, when planned,
+    LayoutError where sizes do not multiply to the ranks, or `context` does not divide the sequence,
+    or the heads. Source: Llama 3, arXiv 2407.21783, section 3.3.2; heads: DeepSpeed-Ulysses, arXiv
+    2309.14509.
     """
 
     context: int
@@ -212,9 +213,9 @@ Within = str | Grid | Mapping[str, "str | Grid"]
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A pipeline: the model is cut into stages of consecutive blocks, each on one of `count` equal
-    parts of the ranks, which run micro-batches one after the other and send what is between two
-    stages on.
+    """A pipeline: the model is cut into `count` stages of consecutive blocks, each on an equal
+    share of the ranks. A stage runs micro-batches one after the other and sends its results to the
+    next.
 
     >>> import autopar, torch
     >>> class Net(torch.nn.Module):

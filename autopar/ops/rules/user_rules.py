@@ -59,7 +59,7 @@ def rule(
     that is made of two, `...` for any dims. Where an axis splits a factor, operands and results
     that have it are split there.
 
-    - `sum`: factors that are summed, which results lack: they are partial sums where one is split.
+    - `sum`: factors that the op sums; where an axis splits one, the results are partial sums.
     - `whole`: factors that no axis may split, as those that the op sorts along.
     - `added`: the numbers of operands that are added once, such as a bias ("2").
     - `linear`: groups of operands through which partial sums pass, each operand ("0", "1") or
