@@ -82,14 +82,14 @@ def layouts_figure(facts: Facts) -> Figure | None:
         text=_names_of_points(timed),
         hovertext=[f"{other.layout} on {other.mesh}" for other in timed],
         hovertemplate="%{hovertext}<br>%{y:.2f} ms, %{x:.2f} " + f"{unit}<extra></extra>",
-        mode="markers+text", textposition="top center", name="named layouts",
+        mode="markers+text", textposition="top center", cliponaxis=False, name="named layouts",
         marker={"size": 9, "color": "#888"},
     )  # fmt: skip
     figure.add_scatter(
         x=[plan.peak_bytes / unit_bytes], y=[plan.step_seconds * 1e3], text=[f"<b>{plan.mesh}</b>"],
         hovertemplate=f"the plan: {plan.layout} on {plan.mesh}<br>%{{y:.2f}} ms, %{{x:.2f}} {unit}"
         "<extra></extra>",
-        mode="markers+text", textposition="bottom center", name="the plan",
+        mode="markers+text", textposition="bottom center", cliponaxis=False, name="the plan",
         marker={"size": 14, "color": "#e45756", "symbol": "star"},
     )  # fmt: skip
     if plan.device_limit is not None and plan.device_limit < 2 * most:
