@@ -2,8 +2,9 @@
 
 Example: PlanRequest("fsdp", Budget.of(world, "auto", "adamw", "full")) asks for FSDP's layout
 within the memory of the world's devices, with every repeated block recomputed; PlanRequest(Grid4D(
-x=2, z=4)) for a 4D layout with these sizes. api.py and runtime/apply.py build requests, cli/ reads
-grids; planner.py and the searches read both. named_layouts.py gives the axes of a grid their roles.
+x=2, z=4)) for a 4D layout with these sizes. `PlanOptions` makes requests of a caller's arguments,
+cli/ reads grids; planner.py and the searches read both. named_layouts.py gives the axes of a grid
+their roles.
 
 The formulas of the grids count the words (elements) that one rank receives for one product
 Y[m,n] = X[m,k] · W[k,n] forward, by ring collectives; docs/layouts.md has the backward, pictures
@@ -13,15 +14,17 @@ and comparisons. A plan raises LayoutError where sizes do not fit the ranks or t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
-from autopar.cost.memory import Budget
+from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
+from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.program import Program
+from autopar.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,6 +344,42 @@ class PlanRequest:
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""
         return dataclasses.replace(self, layout=layout)
+
+    def divided(self, microbatches: int, stages: Stages | None = None) -> PlanRequest:
+        """Return the same request for a step in so many micro-batches, with these stages or with
+        the layout as it is.
+        """
+        layout = self.layout if stages is None else stages
+        return dataclasses.replace(self, layout=layout, microbatches=microbatches)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """How to plan, as the caller writes it: arguments of `autopar.plan`, `parallelize` and
+    `backend`, which explain them.
+
+    >>> PlanOptions("fsdp", recompute="full").request(World.of(4)).recompute
+    'full'
+    """
+
+    layout: Layouts = "auto"
+    memory: Limit = "auto"
+    optimizer: Optimizer = "adamw"
+    recompute: Recompute = "auto"
+    reduce_dtype: torch.dtype | str | None = None
+    overlap: bool | Sequence[str] = True
+    outputs: Outputs = "replicated"
+    microbatches: Microbatches = 1
+
+    def request(self, world: World, replicated_parameters: bool = False) -> PlanRequest:
+        """Return the request for a plan on a world. It has one micro-batch: division_search.py
+        divides it. Raises PlanError for a value that an option does not have.
+        """
+        budget = Budget.of(world, self.memory, self.optimizer, self.recompute)
+        summed = read_reduce_dtype(self.reduce_dtype)
+        return PlanRequest(
+            self.layout, budget, summed, bool(self.overlap), self.outputs, replicated_parameters
+        )
 
 
 def with_requested_recomputation(program: Program, request: PlanRequest) -> Program:
