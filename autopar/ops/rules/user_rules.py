@@ -109,11 +109,11 @@ def _checked(
     arguments = _example(call, target, pattern) if example is None else example
     node = _node(call, target, arguments)
     try:
-        spec = build(node)
+        rule = build(node)
     except (PatternError, KeyError, ValueError) as error:
         raise InputError(f"{call}: {error}") from None
-    _refuse_names(call, spec)
-    trial = _Trial(call, target, arguments, spec)
+    _refuse_names(call, rule)
+    trial = _Trial(call, target, arguments, rule)
     trial.check()
     linear = gradients_add_up(trial.op, trial.trial)
     return build if linear else lambda node: replace(build(node), nonlinear=True)
