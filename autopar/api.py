@@ -17,7 +17,6 @@ from autopar._compat import pytree
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.garbage import without_collection
 from autopar.ir.plan import Plan
-from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.program import Program
 from autopar.ir.progress import shown
 from autopar.ops import devices
@@ -30,7 +29,14 @@ from autopar.planner.division_search import in_fastest_division, is_open
 from autopar.planner.padding import with_padding_of
 from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_parts
 from autopar.planner.planner import analyse, choose_plan
-from autopar.planner.request import Layouts, Microbatches, Outputs, PlanRequest, Stages
+from autopar.planner.request import (
+    Layouts,
+    Microbatches,
+    Outputs,
+    PlanOptions,
+    PlanRequest,
+    Stages,
+)
 from autopar.planner.solve import search_meshes
 from autopar.planner.tracing import Inputs, call_arguments, trace_model, trace_step
 from autopar.runtime import agreement
@@ -110,35 +116,31 @@ def plan(
         "plan", model=model, layout=layout, memory=memory, optimizer=optimizer, overlap=overlap,
         progress=progress, smaller=smaller, outputs=outputs, microbatches=microbatches,
     )  # fmt: skip
-    machines, summed = World.of(world), read_reduce_dtype(reduce_dtype)
-    budget = Budget.of(machines, memory, optimizer, recompute)
-    check_room(model, machines, budget)
-    request = PlanRequest(layout, budget, summed, bool(overlap), outputs)
-    attempt = partial(_plan_divided, model, machines, inputs, request, progress, smaller)
-    return in_fastest_division(attempt, machines, layout, microbatches, inputs)
+    machines = World.of(world)
+    options = PlanOptions(
+        layout, memory, optimizer, recompute, reduce_dtype, overlap, outputs, microbatches
+    )
+    request = options.request(machines)
+    check_room(model, machines, request.budget)
+    attempt = partial(_plan_division, model, inputs, machines, progress=progress, smaller=smaller)
+    return in_fastest_division(attempt, machines, request, microbatches, inputs)
 
 
-def _plan_divided(
+def _plan_division(
     model: nn.Module,
-    machines: World,
     inputs: Inputs,
+    machines: World,
     request: PlanRequest,
-    progress: Progress | None,
-    smaller: bool,
-    stages: Stages | None,
-    microbatches: int,
-    quickly: bool = False,
+    progress: Progress | None = None,
+    smaller: bool = False,
 ) -> Plan:
-    """Return the plan of a step in so many micro-batches, with these stages or without. `quickly`:
-    layouts are compared by the sum of their seconds.
+    """Return the plan of a step that is divided as `request` says: into micro-batches, and into
+    stages if these are its layout.
     """
-    overlap = request.overlap and not quickly
-    request = dataclasses.replace(request, microbatches=microbatches, overlap=overlap)
-    if stages is not None:
-        machines, request = of_one_stage(machines, request.under(stages))
+    machines, request = of_one_stage(machines, request)
     require_parts(request)
     pipeline = PassManager(progress)
-    source, parts = trace_step(model, inputs, microbatches, pipeline)
+    source, parts = trace_step(model, inputs, request.microbatches, pipeline)
     analysed = analyse(pipeline, source, request)
     search = partial(choose_plan, pipeline, analysed, machines)
 
@@ -149,7 +151,7 @@ def _plan_divided(
         return fit_in_stages(search, finish, request)[1]
     program = search(request)
     best = finish(program, request)
-    if not smaller or microbatches > 1:
+    if not smaller or request.microbatches > 1:
         return best
     pipeline.progress("smaller worlds")
     fewer = world_size.smaller_world(program, best, request)
@@ -227,10 +229,10 @@ def _apply(
     context = context.on_device(place)
     runner = rank_runner(context, place, backend, overlap)
     agreement.require_same_tensors(tensors, sync_parameters)
-    plan_kept = context.without_tensors()
+    bare_context = context.without_tensors()
     # ranks that hold the same must drop the same; a module has one name on all of them
     seed, number = ranks.from_rank_0((torch.initial_seed(), next(NUMBERS)))
-    options = plan_kept, backend, overlap
+    options = bare_context, backend, overlap
     return ranks.together(
         "placing the parameters",
         lambda: parallel_module(
@@ -272,50 +274,46 @@ def parallelize(
 
     Raises what `plan` and `apply` raise.
     """
+    options = PlanOptions(
+        layout, memory, optimizer, recompute, reduce_dtype, overlap, outputs, microbatches
+    )
     with on_own_device(model, device) as place:
         check_together(
             "parallelize", model=model, layout=layout, memory=memory, optimizer=optimizer,
             overlap=overlap, backend=backend, outputs=outputs, microbatches=microbatches,
         )  # fmt: skip
-        wanted = layout, backend, memory, optimizer, recompute, overlap, reduce_dtype
-        last = sync_parameters, place, outputs, microbatches
         if inputs is None:
+            run: dict[str, Any] = {"backend": backend, "sync_parameters": sync_parameters}
             later = Deferred(
-                lambda values: parallelize(model, world, values, *wanted, *last), ParallelModule
+                lambda values: parallelize(
+                    model, world, values, device=place, **run, **vars(options)
+                ),
+                ParallelModule,
             )
             return cast(ParallelModule, later)  # it has the same face
-        return _plan_and_apply(model, world, inputs, *wanted, *last)
+        return _plan_and_apply(model, world, inputs, options, backend, sync_parameters, place)
 
 
 def _plan_and_apply(
     model: nn.Module,
     world: World | int | Any | None,
     inputs: Inputs,
-    layout: Layouts,
+    options: PlanOptions,
     backend: Backend,
-    memory: Limit,
-    optimizer: Optimizer,
-    recompute: Recompute,
-    overlap: Overlap,
-    reduce_dtype: torch.dtype | str | None,
     sync_parameters: bool,
     place: torch.device,
-    outputs: Outputs,
-    microbatches: Microbatches,
 ) -> ParallelModule:
     warn_alone(world)
-    limits = memory, optimizer, recompute
-    own = layout, limits, reduce_dtype, overlap, outputs
-    options = {
-        "backend": backend, "sync_parameters": sync_parameters, "microbatches": microbatches,
-    }  # fmt: skip
-    machines, request = agree_on_request(world, *own, inputs=inputs, options=options)
+    machines, request = agree_on_request(
+        world, options, inputs, backend=backend, sync_parameters=sync_parameters
+    )
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
-    attempt = partial(_plan_divided, model, machines, inputs, request, None, False)
+    attempt = partial(_plan_division, model, inputs, machines)
+    layout, microbatches = options.layout, options.microbatches
 
     def search() -> tuple[Layouts, int]:
         found = in_fastest_division(
-            attempt, machines, layout, microbatches, inputs, pipelines=backend is None
+            attempt, machines, request, microbatches, inputs, pipelines=backend is None
         )
         within = layout.within if isinstance(layout, Stages) else layout
         staged = Stages.of(found, within) if found.stage_starts else within
@@ -325,12 +323,12 @@ def _plan_and_apply(
         layout, microbatches = ranks.from_rank_0(
             ranks.together("searching", lambda: store.done_on_rank_0(search))
         )
-    request = dataclasses.replace(request.under(layout), microbatches=int(microbatches))
-    machines, request = ranks.together(
-        "reading the layout", lambda: of_one_stage(machines, request)
+    divided = request.under(layout).divided(int(microbatches))
+    machines, divided = ranks.together(
+        "reading the layout", lambda: of_one_stage(machines, divided)
     )
-    plan = plan_on_rank_0(model, machines, inputs, request)
-    return _apply(model, plan, None, backend, overlap, sync_parameters, place)
+    plan = plan_on_rank_0(model, machines, inputs, divided)
+    return _apply(model, plan, None, backend, options.overlap, sync_parameters, place)
 
 
 @shown("verifying")
@@ -387,7 +385,7 @@ def verify(
         request = PlanRequest(layout, budget, outputs=outputs)
     program = analyse(pipeline, source, request)
     assert program.annotations is not None
-    flops = sum(spec.flops for spec in program.annotations.specs.values())
+    flops = sum(rule.flops for rule in program.annotations.specs.values())
     if isinstance(layout, Plan):
         require_same_graph(layout, source)
         padded = with_padding_of(program, layout)

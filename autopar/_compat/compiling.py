@@ -54,8 +54,8 @@ def derive(
 
     def apart(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         run = compiler(gm, example_inputs)
-        made: Callable[..., Any] = torch.compiler.disable(run)
-        return takes_a_list(made) if getattr(run, "_boxed_call", False) else made
+        uncompiled: Callable[..., Any] = torch.compiler.disable(run)
+        return takes_a_list(uncompiled) if getattr(run, "_boxed_call", False) else uncompiled
 
     def backward(gm: torch.fx.GraphModule, example_inputs: Any) -> Callable[..., Any]:
         metadata: Any = context.fw_metadata
@@ -136,8 +136,8 @@ def _draws(node: torch.fx.Node) -> bool:
     if not rates:
         return True
     ((place, rate),) = rates
-    given = node.args[place] if place < len(node.args) else node.kwargs.get(rate.name)
-    return bool(rate.default_value if given is None else given)
+    drop_rate = node.args[place] if place < len(node.args) else node.kwargs.get(rate.name)
+    return bool(rate.default_value if drop_rate is None else drop_rate)
 
 
 # -- inductor --------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ def compile_in_order(
     ]
     mode = next(x.fake_mode for x in example_inputs if isinstance(x, FakeTensor))
     with V.set_fake_mode(mode), config.patch(_keeping_order()):
-        made: Callable[..., Any] = compile_fx_inner(graph, example_inputs, is_backward=backward)
-    return made
+        compiled: Callable[..., Any] = compile_fx_inner(graph, example_inputs, is_backward=backward)
+    return compiled
 
 
 def compiled_for(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -174,18 +174,18 @@ def compiled_for(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
     dtypes and devices that it is called with: without dynamo, which would compare all it knows of
     them at every call. Where inductor fails, as without a compiler, it warns and runs as it is.
     """
-    made: dict[Any, Callable[..., Any]] = {}
+    by_key: dict[Any, Callable[..., Any]] = {}
 
     def run(*inputs: torch.Tensor) -> torch.Tensor:
         key = tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
-        if key not in made:
+        if key not in by_key:
             try:
-                made[key] = _compiled(plain, inputs)
+                by_key[key] = _compiled(plain, inputs)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"[:500]
                 warnings.warn(f"autopar: a mask is made op by op, as {why}", stacklevel=2)
-                made[key] = lambda *args: [plain(*args)]
-        found: torch.Tensor = made[key](*inputs)[0]
+                by_key[key] = lambda *args: [plain(*args)]
+        found: torch.Tensor = by_key[key](*inputs)[0]
         return found
 
     return run
@@ -197,8 +197,8 @@ def _compiled(plain: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Call
 
     with torch.no_grad():
         graph = make_fx(lambda *args: [plain(*args)], tracing_mode="fake")(*inputs)
-        found: Callable[..., Any] = compiled(graph, list(inputs))
-    return found
+        run: Callable[..., Any] = compiled(graph, list(inputs))
+    return run
 
 
 def _keeping_order() -> dict[str, Any]:

@@ -32,6 +32,7 @@ from autopar.ir.plan_table import (
     format_seconds,
     subgraphs_of,
 )
+from autopar.ir.plan_view import how_fast
 from autopar.planner.space import candidates
 from autopar.planner.why import Why
 
@@ -164,7 +165,7 @@ def _reasons(plan: Plan) -> Iterable[str]:
         yield f"to fit, {what} again in the backward: {names}"
     if plan.smaller is not None:
         ranks, seconds = plan.smaller
-        yield f"{format_ranks(ranks)} would be as fast: {format_seconds(seconds)} a step"
+        yield f"{format_ranks(ranks)} would be {how_fast(plan)}: {format_seconds(seconds)} a step"
     for reason in plan.unsplit[:_MOST_ROWS]:
         yield f"not split: {reason}"
     if len(plan.unsplit) > _MOST_ROWS:

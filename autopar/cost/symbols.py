@@ -93,10 +93,10 @@ def _roles(source: Program) -> Iterator[tuple[str, tuple[Atom, ...]]]:
     assert notes is not None
     yield "b", () if notes.batch is None else (notes.batch,)
     yield from (("s", dims) for dims in _token_dims(source))
-    specs = [(spec, notes.factors[name]) for name, spec in notes.specs.items()]
-    for spec, factors in specs:
-        yield from _attention_roles(spec, factors)
-    yield from _table_roles(specs)
+    rules = [(rule, notes.factors[name]) for name, rule in notes.specs.items()]
+    for rule, factors in rules:
+        yield from _attention_roles(rule, factors)
+    yield from _table_roles(rules)
     yield from _matmul_roles(source)
 
 
@@ -127,9 +127,9 @@ def _table_roles(
 ) -> Iterator[tuple[str, tuple[Atom, ...]]]:
     """Yield the classes and rows that tokens index: the largest are the vocabulary."""
     tables = []
-    for spec, factors in specs:
-        if spec.index:
-            tables += [(spec.sizes[f], factors[f]) for f in (*spec.shared, *spec.sum & {"v"})]
+    for rule, factors in specs:
+        if rule.index:
+            tables += [(rule.sizes[f], factors[f]) for f in (*rule.shared, *rule.sum & {"v"})]
     largest = max((size for size, _ in tables), default=0)
     for size, atoms in tables:
         yield ("v" if size == largest else "c"), atoms

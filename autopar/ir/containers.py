@@ -80,8 +80,8 @@ def _attributes(mapping: Any) -> dict[str, Any]:
     attributes = getattr(mapping, "__dict__", {})
     if attributes is mapping or is_dataclass(mapping):
         return {}
-    kept = isinstance(mapping, UserDict)  # which has its entries in an attribute
-    return {name: value for name, value in attributes.items() if not (kept and name == "data")}
+    in_data = isinstance(mapping, UserDict)  # which has its entries in an attribute
+    return {name: value for name, value in attributes.items() if not (in_data and name == "data")}
 
 
 def _with_values(mapping: Any, keys: Sequence[Hashable], values: Sequence[Any]) -> Any:

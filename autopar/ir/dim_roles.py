@@ -95,9 +95,9 @@ def weight_matmuls(program: Program) -> Iterator[tuple[fx.Node, OpShardingRule]]
     """Yield the matmuls with a weight, in the order of the graph."""
     assert program.annotations is not None
     for node in program.module.graph.nodes:
-        spec = program.annotations.specs.get(node.name)
-        if spec is not None and has_weight(spec):
-            yield node, spec
+        rule = program.annotations.specs.get(node.name)
+        if rule is not None and has_weight(rule):
+            yield node, rule
 
 
 def parameter_products(program: Program) -> Iterator[fx.Node]:
@@ -108,8 +108,8 @@ def parameter_products(program: Program) -> Iterator[fx.Node]:
     notes = program.annotations
     assert notes is not None
     for node in program.module.graph.nodes:
-        spec = notes.specs.get(node.name)
-        if spec is not None and spec.product is not None and spec.product[1]:
+        rule = notes.specs.get(node.name)
+        if rule is not None and rule.product is not None and rule.product[1]:
             present = [n for n in operands_of(node) if n is not None]
             if any(producer(n) in notes.weights for n in present):
                 yield node
@@ -118,11 +118,11 @@ def parameter_products(program: Program) -> Iterator[fx.Node]:
 def loop_dim_atoms(program: Program, node: fx.Node) -> dict[str, tuple[Atom, ...]]:
     """Return the atoms of the loop dims "m", "n" and "k" of a matmul."""
     assert program.annotations is not None
-    spec, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
-    assert spec.product is not None
+    rule, factors = program.annotations.specs[node.name], program.annotations.factors[node.name]
+    assert rule.product is not None
     return {
         letter: tuple(atom for factor in role for atom in factors[factor])
-        for letter, role in zip("mnk", spec.product, strict=True)
+        for letter, role in zip("mnk", rule.product, strict=True)
     }
 
 
@@ -157,15 +157,15 @@ def expert_atoms(program: Program) -> tuple[Atom, ...]:
     assert notes is not None
     found: dict[int, Atom] = {}
     for node in program.module.graph.nodes:
-        spec = notes.specs.get(node.name)
-        if spec is None or spec.product is None:
+        rule = notes.specs.get(node.name)
+        if rule is None or rule.product is None:
             continue
-        names = spec.uneven
+        names = rule.uneven
         operands = [n for n in operands_of(node) if n is not None]
         if not names and len(operands) == 2 and node.target in _BATCHED:
             in_weight = [producer(n) in notes.weights for n in operands]
-            left, right = ({f for dim in dims or () for f in dim} for dims in spec.operands)
-            in_result = {f for dim in spec.results[0] for f in dim}
+            left, right = ({f for dim in dims or () for f in dim} for dims in rule.operands)
+            in_result = {f for dim in rule.results[0] for f in dim}
             names = frozenset(left & right & in_result) if sum(in_weight) == 1 else names
         for name in sorted(names):
             found |= {atom.number: atom for atom in notes.factors[node.name][name]}
@@ -193,8 +193,8 @@ def parameter_loop_dims(program: Program) -> dict[str, tuple[str, ...]]:
     """Return the loop dim of each dim of every parameter that is the weight of a matmul."""
     loop_dims: dict[str, tuple[str, ...]] = {}
     parameters = {entry.node for entry in program.signature.inputs if entry.kind == "parameter"}
-    for node, spec in weight_matmuls(program):
-        for operand, dims in zip(operands_of(node), spec.operands, strict=True):
+    for node, rule in weight_matmuls(program):
+        for operand, dims in zip(operands_of(node), rule.operands, strict=True):
             if (
                 operand is not None
                 and dims is not None
@@ -202,6 +202,6 @@ def parameter_loop_dims(program: Program) -> dict[str, tuple[str, ...]]:
                 and len(dims) > 1
             ):
                 loop_dims[producer(operand)[0]] = tuple(
-                    loop_dim_of(spec, dim[0]) if dim else "" for dim in dims
+                    loop_dim_of(rule, dim[0]) if dim else "" for dim in dims
                 )
     return loop_dims

@@ -353,15 +353,15 @@ def sort(graph: fx.Graph) -> bool:
     open_inputs = {node: len(node.all_input_nodes) for node in graph.nodes}
     place = {node: i for i, node in enumerate(graph.nodes)}
     order: list[fx.Node] = []
-    ready = [(place[node], node) for node in graph.nodes if not open_inputs[node]]
-    heapq.heapify(ready)
-    while ready:
-        _, node = heapq.heappop(ready)
+    runnable = [(place[node], node) for node in graph.nodes if not open_inputs[node]]
+    heapq.heapify(runnable)
+    while runnable:
+        _, node = heapq.heappop(runnable)
         order.append(node)
         for user in node.users:
             open_inputs[user] -= 1
             if not open_inputs[user]:
-                heapq.heappush(ready, (place[user], user))
+                heapq.heappush(runnable, (place[user], user))
     if len(order) < len(place):
         return False
     cursor = graph._root

@@ -200,9 +200,9 @@ def notebook(module: fx.GraphModule) -> str:
     if len(rows) > MOST_ROWS:
         more = f"{len(rows) - MOST_ROWS} more lines: autopar.listing(graph, pattern) has a part"
         rows[MOST_ROWS:] = [f'<tr><th colspan="{len(_COLUMNS)}">{more}</th></tr>']
-    moves = sum(node.reshard for node in nodes)
+    reshards = sum(node.reshard for node in nodes)
     return (
-        f"<style>{_NOTEBOOK_STYLE}</style><p>{len(nodes)} nodes, {moves} of them communicate or "
+        f"<style>{_NOTEBOOK_STYLE}</style><p>{len(nodes)} nodes, {reshards} of them communicate or "
         f"change a layout (&gt;&gt;). States: {LEGEND}.</p>{_table(rows, _COLUMNS)}"
     )
 

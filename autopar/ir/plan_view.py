@@ -67,7 +67,7 @@ def table(plan: Plan) -> PrintedTable:
     experts = "e experts, " if any(_splits_experts(row.layout) for row in plan.rows) else ""
     legend = (
         f"axis→loop dim of Y(m,n) = X(m,k)·W(k,n), {experts}dim of another result, or state where "
-        "none is split: I equal on all ranks, R so but for partial gradients, P parts of a sum\n"
+        "none is split: I equal on all ranks, R equal with gradients in parts, P parts of a sum\n"
         "AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
     )
     lines.caption = "\n".join(
@@ -143,7 +143,15 @@ def _as_fast(plan: Plan) -> list[str]:
     if plan.smaller is None:
         return []
     ranks, seconds = plan.smaller
-    return [f"{format_ranks(ranks)} would be as fast: {seconds * 1e3:.1f} ms a step modelled"]
+    how = how_fast(plan)
+    return [f"{format_ranks(ranks)} would be {how}: {seconds * 1e3:.1f} ms a step modelled"]
+
+
+def how_fast(plan: Plan) -> str:
+    """Return "faster" or "as fast", by what the step of the smaller world is of the plan's."""
+    if plan.smaller is None:
+        raise ValueError("the plan has no smaller world")
+    return "faster" if plan.smaller[1] < 0.99 * plan.step_seconds else "as fast"
 
 
 def summary(plan: Plan) -> str:

@@ -310,13 +310,13 @@ def placements(
             if not atom.opaque and atom.size % axis.size == 0
         ]
         per_axis.append([unsplit, *dividing])
-    spec = OpShardingRule((dim_names,), (), dict.fromkeys(slots, 0))
+    rule = OpShardingRule((dim_names,), (), dict.fromkeys(slots, 0))
     layouts: list[Layout] = []
     for choices in itertools.product(*per_axis) if joint is None else joint:
         axes_by_slot = _axes_by_slot(choices, mesh)
         if _digits_fit(axes_by_slot, slots, mesh):
             layouts.extend(
-                _operand_layout(spec, 0, dim_names, shape, choices, order, slots, mesh)
+                _operand_layout(rule, 0, dim_names, shape, choices, order, slots, mesh)
                 for order in _axis_orders(axes_by_slot)
             )
     return layouts

@@ -137,8 +137,8 @@ def of_inputs(model: nn.Module) -> torch.device | None:
     them: that of all tensors of the model. None where these are on several devices, or on none but
     the meta device: then inputs stay where they are.
     """
-    held = {x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta}
-    return held.pop() if len(held) == 1 else None
+    devices = {x.device for x in (*model.parameters(), *model.buffers()) if not x.is_meta}
+    return devices.pop() if len(devices) == 1 else None
 
 
 # -- of a rank -------------------------------------------------------------------------------------

@@ -92,8 +92,8 @@ def with_uncut_sequences(program: Program) -> Program:
         return program
     whole = annotate(dataclasses.replace(program, annotations=None)).annotations
     assert whole is not None
-    kept = ("strided_from", "reduce_dtype", "replicated_parameters", "replicated_outputs")
-    notes = dataclasses.replace(whole, **{name: getattr(before, name) for name in kept})
+    settings = ("strided_from", "reduce_dtype", "replicated_parameters", "replicated_outputs")
+    notes = dataclasses.replace(whole, **{name: getattr(before, name) for name in settings})
     return dataclasses.replace(program, annotations=notes)
 
 
@@ -104,10 +104,10 @@ def with_unsplit_queries(program: Program) -> Program:
     notes = program.annotations
     assert notes is not None
     specs = {
-        name: dataclasses.replace(spec, whole=spec.whole | {"q"})
-        if spec.attends is not None and spec.attends.causal and spec.attends.share is None
-        else spec
-        for name, spec in notes.specs.items()
+        name: dataclasses.replace(rule, whole=rule.whole | {"q"})
+        if rule.attends is not None and rule.attends.causal and rule.attends.share is None
+        else rule
+        for name, rule in notes.specs.items()
     }
     notes = dataclasses.replace(notes, specs=specs, unsplit_queries=True)
     return dataclasses.replace(program, annotations=notes)

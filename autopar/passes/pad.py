@@ -718,11 +718,11 @@ class _Padding:
             for pad in self.spread.pads(value):
                 if pad.dim == dim:
                     node.meta[UNPADDED] = pad.size
-        given = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        values = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         assert callable(node.target)
-        node.meta["val"] = node.target(*given[0], **given[1])
-        made = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        for result, shape in zip(made, shapes, strict=True):
+        node.meta["val"] = node.target(*values[0], **values[1])
+        tensors = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
+        for result, shape in zip(tensors, shapes, strict=True):
             assert list(shape_of(result)) == shape, (node.format_node(), shape_of(result), shape)
 
 

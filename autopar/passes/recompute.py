@@ -283,16 +283,16 @@ class _Grouping:
             for needed in needed_units:
                 users.setdefault(needed, []).append(key)
         missing = {key: len(needed_units) for key, needed_units in needs.items()}
-        ready = [key for key, count in missing.items() if not count]
-        heapq.heapify(ready)
+        runnable = [key for key, count in missing.items() if not count]
+        heapq.heapify(runnable)
         order = []
-        while ready:
-            key = heapq.heappop(ready)
+        while runnable:
+            key = heapq.heappop(runnable)
             order.append(units[key])
             for user in users.get(key, ()):
                 missing[user] -= 1
                 if not missing[user]:
-                    heapq.heappush(ready, user)
+                    heapq.heappush(runnable, user)
         assert len(order) == len(units), "blocks that are recomputed need one another"
         return order
 

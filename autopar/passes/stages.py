@@ -300,8 +300,8 @@ def _program_of(
     places: tuple[int, ...],
 ) -> Program:
     """Return the program with a stage's graph and the signature that goes with it."""
-    kept = {node.name for node in module.graph.find_nodes(op="placeholder")}
-    inputs = [e for e in program.signature.inputs if e.node in kept]
+    placeholders = {node.name for node in module.graph.find_nodes(op="placeholder")}
+    inputs = [e for e in program.signature.inputs if e.node in placeholders]
     inputs += [
         Input("user", node.name, "the stage before", trainable=carries(node)) for node in received
     ]

@@ -15,13 +15,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
-from autopar.planner.request import Layouts, Microbatches, Stages
+from autopar.planner.request import Layouts, Microbatches, PlanRequest, Stages
 from autopar.planner.tracing import Inputs, call_arguments, rows_of
 from autopar.world import World
 
@@ -31,12 +30,8 @@ _FAILED_TRIES = 2  # numbers of stages after one another that are no faster: no 
 _PER_STAGE = 4  # micro-batches for each stage that are tried first: a bubble of a fifth or less
 
 
-class Attempt(Protocol):
-    """Plans a step in so many micro-batches, with these stages or without. `quickly`: the layout is
-    the one of the least summed seconds, without a simulation of those that compete with it.
-    """
-
-    def __call__(self, stages: Stages | None, count: int, quickly: bool = False) -> Plan: ...
+# Plans a step that is divided as the request says; its layout is stages, or there are none.
+Attempt = Callable[[PlanRequest], Plan]
 
 
 def is_open(layout: Layouts, microbatches: Microbatches) -> bool:
@@ -52,29 +47,29 @@ def is_open(layout: Layouts, microbatches: Microbatches) -> bool:
 def in_fastest_division(
     attempt: Attempt,
     world: World,
-    layout: Layouts,
+    request: PlanRequest,
     microbatches: Microbatches,
     inputs: Inputs,
     pipelines: bool = True,
 ) -> Plan:
-    """Return the fastest plan that `attempt` makes for the stages and micro-batches that `layout`
-    and `microbatches` leave open. "auto" has stages where micro-batches are left open too, and
-    `pipelines` may run. Raises what the attempt without more stages or micro-batches than it must
-    have raises, where no other succeeds.
+    """Return the fastest plan that `attempt` makes for the stages and micro-batches that the
+    request's layout and `microbatches` leave open. "auto" has stages where micro-batches are left
+    open too, and `pipelines` may run. Raises what the attempt without more stages or micro-batches
+    than it must have raises, where no other succeeds.
     """
     rows = rows_of(call_arguments(inputs))
-    if isinstance(layout, Stages):
-        return with_stages(attempt, world, layout, microbatches, rows)
+    if isinstance(request.layout, Stages):
+        return with_stages(attempt, world, request, microbatches, rows)
     if microbatches != "auto":
-        return attempt(None, microbatches)
-    best, refused = _plan_or_error(in_fastest_parts, partial(attempt, None), rows)
-    if layout == "auto" and pipelines:
-        requested = Stages(schedule="auto")
-        staged, error = _plan_or_error(with_stages, attempt, world, requested, "auto", rows, best)
+        return attempt(request.divided(microbatches))
+    best, refused = _plan_or_error(in_fastest_parts, attempt, request, rows)
+    if request.layout == "auto" and pipelines:
+        staged = request.under(Stages(schedule="auto"))
+        fastest, error = _plan_or_error(with_stages, attempt, world, staged, "auto", rows, best)
         refused = refused or error
         worthwhile = math.inf if best is None else _WORTHWHILE * best.step_seconds
-        if staged is not None and staged.step_seconds <= worthwhile:
-            return staged
+        if fastest is not None and fastest.step_seconds <= worthwhile:
+            return fastest
     if best is None:
         assert refused is not None
         raise refused
@@ -92,21 +87,21 @@ def _plan_or_error(
 
 
 # -- micro-batches ---------------------------------------------------------------------------------
-def in_fastest_parts(attempt: Callable[[int], Plan], rows: int) -> Plan:
+def in_fastest_parts(attempt: Attempt, request: PlanRequest, rows: int) -> Plan:
     """Return the fastest plan that `attempt` makes for a number of micro-batches. Raises what it
     raises for one, where no other number does.
     """
     found: list[Plan] = []
     refused: PlanError | None = None
     try:
-        found.append(attempt(1))
+        found.append(attempt(request.divided(1)))
     except PlanError as error:
         refused = error
     if found and not found[0].recompute:
         return found[0]
     for count in _counts(rows):
         try:
-            found.append(attempt(count))
+            found.append(attempt(request.divided(count)))
         except AutoparError:  # it cannot be divided so, or does not fit yet
             continue
         if not found[-1].recompute:
@@ -127,7 +122,7 @@ def _counts(rows: int) -> Iterator[int]:
 def with_stages(
     attempt: Attempt,
     world: World,
-    requested: Stages,
+    request: PlanRequest,
     microbatches: Microbatches,
     rows: int,
     best: Plan | None = None,
@@ -137,21 +132,25 @@ def with_stages(
     whose bubble alone makes them slower are not planned. Raises what the attempt with the least
     number of stages raises, where no other succeeds.
     """
+    requested = request.layout
+    assert isinstance(requested, Stages)
     if not is_open(requested, microbatches):
         assert microbatches != "auto"
-        return attempt(requested, microbatches)
+        return attempt(request.divided(microbatches))
     counts = [n for n in range(2, world.ranks + 1) if world.ranks % n == 0]
     if requested.count != "auto":
         counts = [requested.count]
     if best is not None:
         limit = _WORTHWHILE * best.step_seconds
         counts = [n for n in counts if _least(best, n, rows) <= limit]
+    summed = dataclasses.replace(request, overlap=False)  # quickly: no layout is simulated
     found: list[Plan] = []
     refused: AutoparError | None = None
     failed = 0  # numbers of stages since the last one that was faster than all before it
     for count in counts:
         stages = dataclasses.replace(requested, count=count)
-        plan, error = _plan_or_error(_in_fastest_number, attempt, stages, microbatches, rows)
+        tried = summed.under(stages)
+        plan, error = _plan_or_error(_in_fastest_number, attempt, tried, microbatches, rows)
         refused = refused or error
         failed += 1
         if plan is not None and all(plan.step_seconds < other.step_seconds for other in found):
@@ -166,7 +165,7 @@ def with_stages(
             reason = "no number of stages can be faster than none"
         raise refused or LayoutError(f"{requested}: {reason}")
     quick = min(found, key=lambda plan: plan.step_seconds)
-    return attempt(Stages.of(quick, requested.within), quick.microbatches)
+    return attempt(request.divided(quick.microbatches, Stages.of(quick, requested.within)))
 
 
 def _least(best: Plan, count: int, rows: int) -> float:
@@ -180,22 +179,23 @@ def _least(best: Plan, count: int, rows: int) -> float:
 
 
 def _in_fastest_number(
-    attempt: Attempt, stages: Stages, microbatches: Microbatches, rows: int
+    attempt: Attempt, request: PlanRequest, microbatches: Microbatches, rows: int
 ) -> Plan:
-    """Return the fastest plan with these stages: of the micro-batches that are asked for, or of
-    four for each stage, then of more or fewer as long as the step gets shorter.
+    """Return the fastest plan with the request's stages: of the micro-batches that are asked for,
+    or of four for each stage, then of more or fewer as long as the step gets shorter.
     """
     if microbatches != "auto":
-        return attempt(stages, microbatches, quickly=True)
-    assert stages.count != "auto"
+        return attempt(request.divided(microbatches))
+    stages = request.layout
+    assert isinstance(stages, Stages) and stages.count != "auto"
     numbers = [n for n in range(2, rows + 1) if rows % n == 0]
     if not numbers:
-        return attempt(stages, 1)  # which says why not
+        return attempt(request.divided(1))  # which says why not
     first = next((n for n in numbers if n >= _PER_STAGE * stages.count), numbers[-1])
-    best = start = attempt(stages, first, quickly=True)
+    best = start = attempt(request.divided(first))
     for more in (True, False):
         for number in _further(numbers, first, more):
-            plan, _ = _plan_or_error(attempt, stages, number, True)
+            plan, _ = _plan_or_error(attempt, request.divided(number))
             if plan is None or plan.step_seconds >= best.step_seconds:
                 break
             best = plan

@@ -2,8 +2,9 @@
 
 Example: PlanRequest("fsdp", Budget.of(world, "auto", "adamw", "full")) asks for FSDP's layout
 within the memory of the world's devices, with every repeated block recomputed; PlanRequest(Grid4D(
-x=2, z=4)) for a 4D layout with these sizes. api.py and runtime/apply.py build requests, cli/ reads
-grids; planner.py and the searches read both. named_layouts.py gives the axes of a grid their roles.
+x=2, z=4)) for a 4D layout with these sizes. `PlanOptions` makes requests of a caller's arguments,
+cli/ reads grids; planner.py and the searches read both. named_layouts.py gives the axes of a grid
+their roles.
 
 The formulas of the grids count the words (elements) that one rank receives for one product
 Y[m,n] = X[m,k] · W[k,n] forward, by ring collectives; docs/layouts.md has the backward, pictures
@@ -13,15 +14,17 @@ and comparisons. A plan raises LayoutError where sizes do not fit the ranks or t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 
-from autopar.cost.memory import Budget
+from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
+from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.program import Program
+from autopar.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +51,9 @@ class Grid2D:
 
 @dataclasses.dataclass(frozen=True)
 class Grid3D:
-    """A mesh of x · y · z ranks: one axis on each of m, n and k, which one the search chooses for
-    every product. X and W are gathered, Y is reduce-scattered, and each of them may be spread over
-    all three between uses.
+    """A mesh of x · y · z ranks: one axis on m, one on n, one on k; for every product the search
+    chooses which. X and W are gathered, Y is reduce-scattered, and between uses each of them may be
+    split over all three axes.
 
     >>> import autopar, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
@@ -143,10 +146,10 @@ class GridHSDP:
 
 @dataclasses.dataclass(frozen=True)
 class GridContext:
-    """Context parallelism within another layout: `context` ranks split the sequence of each of its
-    ranks. In attention, queries stay where they are and keys and values are gathered, or ranks
-    exchange their parts of the sequence for heads; weights are stored split over the axis, as over
-    FSDP's.
+    """Context parallelism within another layout: in place of each rank of that layout stand
+    `context` ranks, which split its sequences. In attention, keys and values are gathered and
+    queries stay, or ranks exchange slices of the sequence for heads. Weights are stored split over
+    the axis, as in FSDP.
 
     >>> import autopar, torch
     >>> from torch.nn import functional as F
@@ -161,14 +164,15 @@ class GridContext:
     >>> print(autopar.plan(Net(), 4, (ids,), GridContext(2)).mesh)
     data2.context2
 
-    `within`: the layout of the other ranks, a name of one axis or a grid. `attention`: what a rank
-    takes of it. A causal mask leaves early queries less to do than late ones, so in "strided" ranks
-    take runs of queries in turns, and one "contiguous" part else; words: (1-1/context)·(k + v),
-    keys and values of a whole sequence, backward as much. In "heads" a rank takes the whole
-    sequence of its heads; words: (1-1/context)·(q + k + v + out)/context, backward as much. Raises,
-    when planned, LayoutError where sizes do not multiply to the ranks, or `context` does not divide
-    the sequence, or the heads. Source: Llama 3, arXiv 2407.21783, section 3.3.2; heads:
-    DeepSpeed-Ulysses, arXiv 2309.14509.
+    `within`: the other layout, a name of one axis or a grid. `attention`: which queries a rank
+    computes. Under a causal mask early queries see fewer keys than late ones. So with "strided"
+    each rank takes a run of queries, then the next rank, and so on over the sequence; with
+    "contiguous" it takes one slice. Both receive (1-1/context)·(k + v) words of keys and values,
+    backward as many. With "heads" a rank computes whole sequences of its heads and receives
+    (1-1/context)·(q + k + v + out)/context words, backward as many. Raises, when planned,
+    LayoutError where sizes do not multiply to the ranks, or `context` does not divide the sequence,
+    or the heads. Source: Llama 3, arXiv 2407.21783, section 3.3.2; heads: DeepSpeed-Ulysses, arXiv
+    2309.14509.
     """
 
     context: int
@@ -212,9 +216,9 @@ Within = str | Grid | Mapping[str, "str | Grid"]
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A pipeline: the model is cut into stages of consecutive blocks, each on one of `count` equal
-    parts of the ranks, which run micro-batches one after the other and send what is between two
-    stages on.
+    """A pipeline: the model is cut into `count` stages of consecutive blocks, each on an equal
+    share of the ranks. A stage runs micro-batches one after the other and sends its results to the
+    next.
 
     >>> import autopar, torch
     >>> class Net(torch.nn.Module):
@@ -340,6 +344,42 @@ class PlanRequest:
     def under(self, layout: Layouts) -> PlanRequest:
         """Return the same request for another layout."""
         return dataclasses.replace(self, layout=layout)
+
+    def divided(self, microbatches: int, stages: Stages | None = None) -> PlanRequest:
+        """Return the same request for a step in so many micro-batches, with these stages or with
+        the layout as it is.
+        """
+        layout = self.layout if stages is None else stages
+        return dataclasses.replace(self, layout=layout, microbatches=microbatches)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions:
+    """How to plan, as the caller writes it: arguments of `autopar.plan`, `parallelize` and
+    `backend`, which explain them.
+
+    >>> PlanOptions("fsdp", recompute="full").request(World.of(4)).recompute
+    'full'
+    """
+
+    layout: Layouts = "auto"
+    memory: Limit = "auto"
+    optimizer: Optimizer = "adamw"
+    recompute: Recompute = "auto"
+    reduce_dtype: torch.dtype | str | None = None
+    overlap: bool | Sequence[str] = True
+    outputs: Outputs = "replicated"
+    microbatches: Microbatches = 1
+
+    def request(self, world: World, replicated_parameters: bool = False) -> PlanRequest:
+        """Return the request for a plan on a world. It has one micro-batch: division_search.py
+        divides it. Raises PlanError for a value that an option does not have.
+        """
+        budget = Budget.of(world, self.memory, self.optimizer, self.recompute)
+        summed = read_reduce_dtype(self.reduce_dtype)
+        return PlanRequest(
+            self.layout, budget, summed, bool(self.overlap), self.outputs, replicated_parameters
+        )
 
 
 def with_requested_recomputation(program: Program, request: PlanRequest) -> Program:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,13 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from autopar._compat import nan_checks
-from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
+from autopar.cost.memory import Budget
 from autopar.errors import InputError, PlanError, WorldError
 from autopar.ir.garbage import without_collection
 from autopar.ir.layout import Layout
 from autopar.ir.padding import Pads, unpadded_shape
 from autopar.ir.plan import Plan
-from autopar.ir.plan_file import read_reduce_dtype
 from autopar.ir.plan_table import format_ranks
 from autopar.ir.program import Input, Program
 from autopar.ir.progress import shown
@@ -42,7 +41,7 @@ from autopar.planner.padding import check_layout, with_padding_of
 from autopar.planner.pipelines import fit_in_stages, in_stages, require_parts
 from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.planner import analyse, choose_on_stored, choose_plan
-from autopar.planner.request import Layouts, Outputs, PlanRequest
+from autopar.planner.request import PlanOptions, PlanRequest
 from autopar.planner.tracing import Inputs, trace_step
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.backends import Backend, Overlap, runner
@@ -139,32 +138,25 @@ def open_groups(context: PlanContext, device_type: str) -> DeviceMesh | None:
 
 def agree_on_request(
     world: World | int | Any | None,
-    layout: Layouts,
-    limits: tuple[Limit, Optimizer, Recompute],
-    reduce_dtype: torch.dtype | str | None,
-    overlap: Overlap,
-    outputs: Outputs = "replicated",
+    options: PlanOptions,
+    inputs: Inputs,
     replicated_parameters: bool = False,
-    inputs: Inputs | None = None,
-    options: Mapping[str, Any] | None = None,
+    **others: Any,
 ) -> tuple[World, PlanRequest]:
-    """Return rank 0's world and the PlanRequest, the same on every rank. Collective. Raises
-    WorldError, PlanError, and RankError where the ranks ask for different things.
+    """Return rank 0's world and the PlanRequest, the same on every rank. Collective. `others`:
+    arguments that say nothing of the plan, and must be the same, too. Raises WorldError, PlanError,
+    and RankError where the ranks ask for different things.
     """
     ranks.together("reading the world", lambda: World.of(world))  # each rank's own, or it says why
-    memory, optimizer, recompute = limits
-    asked: dict[str, Any] = {"layout": layout, "memory": memory, "optimizer": optimizer}
-    asked |= {"recompute": recompute, "overlap": overlap, "outputs": outputs}
-    require_same_request(world, inputs, reduce_dtype=reduce_dtype, **asked, **(options or {}))
+    require_same_request(world, inputs, **vars(options), **others)
     common_world = ranks.together(
         "reading the world", lambda: store.done_on_rank_0(lambda: named_or_running(world))
     )
     # rank 0's, as all ranks must order sums alike
     common_world = dataclasses.replace(ranks.from_rank_0(common_world))
-    budget = ranks.together("reading the limits", lambda: Budget.of(common_world, *limits))
-    sum_dtype = ranks.together("reading reduce_dtype", lambda: read_reduce_dtype(reduce_dtype))
-    request = PlanRequest(layout, budget, sum_dtype, bool(overlap), outputs, replicated_parameters)
-    return common_world, request
+    return common_world, ranks.together(
+        "reading the options", lambda: options.request(common_world, replicated_parameters)
+    )
 
 
 def named_or_running(world: World | int | Any | None) -> World:

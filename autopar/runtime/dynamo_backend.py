@@ -31,7 +31,7 @@ from autopar.ops.devices import CPU, fill_on
 from autopar.ops.sharded.attention import seed_at
 from autopar.ops.sharded.dropout import next_seed
 from autopar.planner.plan_context import PlanContext
-from autopar.planner.request import Layouts, Stages
+from autopar.planner.request import Layouts, PlanOptions, Stages
 from autopar.runtime.apply import agree_on_request, build_runner, plan_on_rank_0
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.module import NUMBERS
@@ -80,11 +80,11 @@ def backend(
             "Call autopar.parallelize(model, inputs=..., layout=...) for stages"
         )
 
+    options = PlanOptions(layout, memory, optimizer, recompute, reduce_dtype, overlap)
+
     def plan_graph(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[PlanContext, Run]:
-        limits = memory, optimizer, recompute
-        settings, others = (limits, reduce_dtype, overlap), {"backend": backend}
         common_world, request = agree_on_request(
-            world, layout, *settings, replicated_parameters=True, inputs=inputs, options=others
+            world, options, inputs, replicated_parameters=True, backend=backend
         )
         context = plan_on_rank_0(model, common_world, inputs, request).context
         assert isinstance(context, PlanContext)

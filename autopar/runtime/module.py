@@ -154,16 +154,15 @@ class ParallelModule(Inspection, nn.Module):
     >>> par(x).shape, [name for name, _ in par.named_parameters()]
     (torch.Size([4, 16]), ['weight', 'bias'])
 
-    Call it with the same global inputs on every rank: it cuts out the rank's own part. Parts that
-    are already cut are passed as DTensors, as `shard` makes them. It returns what the model
-    returns, on every rank: a loss outside the model is computed on every rank alike, and its
-    backward starts from the same gradients. Planned with `outputs="sharded"`, it returns DTensors
-    of the rank's own parts in place of tensors that are no scalars.
+    Call it with the same global inputs on every rank: it cuts out the rank's own shards. Inputs
+    that are already cut are passed as DTensors, as `shard` makes them. Every rank gets what the
+    model returns, so a loss outside the model is the same on all. Planned with `outputs="sharded"`,
+    it returns DTensors in place of tensors that are no scalars.
 
-    `graph` is the rewritten forward, `graphs` has every graph by pass. A call in another mode, with
-    other shapes or other arguments than planned, or with modules whose modes or attributes are
-    others, gets a graph of its own, planned at the first such call, on the same mesh and the same
-    stored parameters. RankError is raised where ranks pass different inputs.
+    `graph` is the rewritten forward, `graphs` has every graph by pass. A call with other shapes,
+    arguments, modes or module attributes than planned is planned when it first comes, and gets a
+    graph of its own on the same mesh and stored parameters. Raises RankError where ranks pass
+    different inputs.
     """
 
     _autopar: ParallelState
@@ -233,8 +232,8 @@ class ParallelModule(Inspection, nn.Module):
         return self._autopar.layouts[name]
 
     def init_weights(self, fn: Callable[[nn.Module], Any] | None = None) -> None:
-        """Give a model from the meta device its first numbers: those that it would have had on one
-        device, of which each rank holds its own parts alone. Collective.
+        """Give a model from the meta device the first numbers that it would have on one device.
+        Each rank holds only its own shards of them. Collective.
 
         Every module's reset_parameters is called, then transformers' own initialization, then `fn`
         as by nn.Module.apply. All is drawn from torch's CPU generator of rank 0. What has numbers
@@ -313,11 +312,11 @@ class ParallelModule(Inspection, nn.Module):
         return unshard(self, self._autopar.root, self._autopar.full_tensor, rank, place)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale the gradients such that the norm of all of them together is at most `max_norm`, and
-        return what it was before. Collective.
+        """Scale the gradients such that their joint norm is at most `max_norm`, and return the norm
+        before. Collective.
 
-        As `torch.nn.utils.clip_grad_norm_`, which does the same but for stages of a pipeline: there
-        it sees the gradients of one stage alone.
+        Without pipeline stages `torch.nn.utils.clip_grad_norm_` does the same; with stages it would
+        see the gradients of one stage alone.
 
         >>> import autopar
         >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
@@ -361,8 +360,8 @@ class ParallelModule(Inspection, nn.Module):
         return args[0] if len(args) == 1 and not kwargs else args if not kwargs else (args, kwargs)
 
     def rows(self, count: int | None = None) -> slice:
-        """Return which rows of a global batch this rank computes with by the plan, of `count` rows,
-        None for the planned number. All of them where they cannot be divided.
+        """Return which rows of a global batch of `count` rows (None: the planned number) this rank
+        computes with; all of them if they are not split.
 
         >>> import autopar
         >>> autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),)).rows()
@@ -380,9 +379,9 @@ class ParallelModule(Inspection, nn.Module):
         seed: int = 0,
         drop_last: bool = False,
     ) -> RowSampler:
-        """Return what chooses the rows of a dataset that this rank reads: the `batch_sampler` of a
-        DataLoader of your own. `loader` makes both. Collective. Raises RankError where ranks ask
-        for other rows.
+        """Return the `batch_sampler` of a DataLoader of your own: it yields the rows of a dataset
+        that this rank reads. `loader` makes both. Collective. Raises RankError if ranks ask for
+        different rows.
 
         >>> import autopar
         >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
@@ -407,9 +406,9 @@ class ParallelModule(Inspection, nn.Module):
         pad: Any = None,
         **options: Any,
     ) -> Loader:
-        """Return a DataLoader of which each rank reads its own rows alone, and which gives DTensors
-        of the global batch. Collective. `options` are those of torch's DataLoader, such as
-        num_workers and collate_fn; the others are those of `sampler`.
+        """Return a DataLoader that yields DTensors of the global batch, while each rank reads only
+        its own rows. Collective. `options` are those of torch's DataLoader, such as num_workers and
+        collate_fn; the others are those of `sampler`.
 
         >>> import autopar
         >>> par = autopar.parallelize(nn.Linear(8, 16), 1, (torch.ones(4, 8),))
@@ -417,10 +416,10 @@ class ParallelModule(Inspection, nn.Module):
         >>> [par(x).shape[0] for (x,) in par.loader(rows)]
         [4, 4, 2]
 
-        Sequences of many lengths are padded to the smallest of `buckets` that holds those of their
-        batch, so that each bucket has one graph. `lengths` has the length of the sequence in every
-        row, `pad` the number to fill up with in the place of every sequence of a sample, None for
-        what is not padded: `buckets=(512, 1024), lengths=[…], pad={"ids": 0, "labels": -100}`.
+        `buckets=(512, 1024), lengths=[…], pad={"ids": 0, "labels": -100}` pads the sequences of a
+        batch to the smallest bucket that holds them, so each bucket has one graph. `lengths` has
+        the length of every row's sequence; `pad` has the number to fill up with, in the structure
+        of a sample, and None for what is not padded.
 
         Raises RankError where ranks ask for other rows, InputError where no bucket holds a row.
         """
@@ -438,10 +437,10 @@ class ParallelModule(Inspection, nn.Module):
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backwards leave gradients unsummed across ranks: each rank
-        holds its own, as Partial DTensors, until the next backward outside sums them with its own.
-        For accumulation over several calls; every rank enters it. Gradients that cannot wait, as
-        their sum is no last step of the backward, are summed as ever.
+        """Return a context in which backwards leave gradients unsummed across ranks, for
+        accumulation over several calls: each rank holds Partial DTensors until the next backward
+        outside the context sums them. Every rank enters it. A gradient whose sum is not the last
+        step of its backward is summed in every call.
 
         >>> import autopar
         >>> x = torch.ones(4, 8)

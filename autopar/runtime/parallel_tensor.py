@@ -116,9 +116,9 @@ class ParallelTensor(DTensor):
     def _as_stored(self, value: torch.Tensor, what: str) -> torch.Tensor:
         """Return the rank's own part of a value for `what`."""
         if not isinstance(value, torch.Tensor) or value.shape != self.shape:
-            given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+            text = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
             raise InputError(
-                f"{what} of a parallel tensor of shape {tuple(self.shape)} was given {given}: give "
+                f"{what} of a parallel tensor of shape {tuple(self.shape)} was given {text}: give "
                 "a tensor of the whole shape, or a DTensor"
             )
         if value.dtype != self.dtype:

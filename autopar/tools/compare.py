@@ -207,8 +207,8 @@ def _alike(first: SubgraphFigures | None, second: SubgraphFigures | None) -> boo
 
 
 def _same(first: float | None, second: float | None) -> bool:
-    one, other = first or 0.0, second or 0.0
-    return abs(one - other) <= _SAME * max(abs(one), abs(other))
+    left, right = first or 0.0, second or 0.0
+    return abs(left - right) <= _SAME * max(abs(left), abs(right))
 
 
 def seconds_of(figures: SubgraphFigures | None) -> float:

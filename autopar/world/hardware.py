@@ -148,10 +148,10 @@ class Device:
     `efficiency`: by dtype, points (FLOPs of one rank's matmul, share of flop_per_s that it
     reaches), with rising FLOPs; without any, flop_per_s itself is reached. `launch_s`: seconds to
     start any op. `forms`: a model's matmuls as calibration timed them, each in several memory
-    orders. `attention`: for a dtype and a causal mask or none, every number of keys with every head
-    size; without any, attention is as efficient as matmuls of as many FLOPs. `op_bytes_per_s`:
-    bandwidth of all other ops, exponentials and fresh memory included; 0 stands for
-    memory_bytes_per_s. Raises WorldError for a figure that no machine has, and for a dtype that
+    orders. `attention`: measured shares of flop_per_s, for a dtype and a mask on a full grid of
+    numbers of keys and head sizes; without any, attention is as efficient as a matmul of its FLOPs.
+    `op_bytes_per_s`: bandwidth of all other ops, exponentials and fresh memory included; 0 stands
+    for memory_bytes_per_s. Raises WorldError for a figure that no machine has, and for a dtype that
     torch does not have.
 
     >>> Device("H100", {"bfloat16": 989e12, "float32": 67e12}, 80e9, 3.35e12).rate(torch.float32)
@@ -271,11 +271,11 @@ class Level:
     >>> outer.uplink(inner.ranks)
     400000000000.0
 
-    `latency_s`: seconds of one hop. `bytes_per_s`, each way, is with `per` "uplink" the bandwidth
-    of the one link that all ranks of a member share (a node's network cards together), with `per`
-    "rank" that of each rank's own link (its card), which the ranks of a member pool. `direct`:
-    there is no switch, and a member's bytes/s are those of its wires to all the other members
-    together, one wire each (four A100 or GH200 in a node). Raises WorldError for fewer than 1 rank
+    `latency_s`: seconds of one hop. `bytes_per_s` counts each way. With `per` "uplink" it is the
+    bandwidth of one link that all ranks of a member share (a node's network cards together); with
+    `per` "rank" each rank has a link of that bandwidth, and the ranks of a member pool theirs.
+    `direct`: there is no switch but a wire to every other member (four A100 or GH200 in a node),
+    and `bytes_per_s` is that of a member's wires together. Raises WorldError for fewer than 1 rank
     and for a rate that is not above 0.
     """
 

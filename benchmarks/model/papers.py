@@ -66,7 +66,7 @@ class Row:
 
 
 # -- AxoNN -----------------------------------------------------------------------------------------
-# The batches are not in facts.md. 2305.13525: 1024 samples, as in the authors' own table of
+# Batches are assumed. 2305.13525: 1024 samples, as in the authors' own table of
 # communication; 2502.08145: 8192 samples (2^24 tokens), and beside it the least multiple of the
 # ranks from there on, which spares a run its tensor axes where ranks outnumber samples.
 EARLY, LATE = "2305.13525", "2502.08145"
@@ -76,9 +76,9 @@ BATCH = {EARLY: 1024, LATE: 8192}
 def _assumed(step: Step, batch: int) -> str:
     """The grid that was found, and how the step is run."""
     sizes = "·".join(f"{axis.name}{axis.size}" for axis in mesh_of(step.grid).axes if axis.size > 1)
-    kept = "kept" if step.way.kept else "gathered twice"
+    kept = ", weights kept" if step.way.kept else ""
     parts = f", {step.way.parts} parts" if step.way.parts > 1 else ""
-    return f"grid {sizes}, batch {batch}{parts}, weights {kept}"
+    return f"{sizes}, batch {batch}{parts}{kept}"
 
 
 def _job(source: str, model: str, machine: Machine, ranks: int, each: bool = False) -> Job:
@@ -101,7 +101,7 @@ def perlmutter() -> Iterator[Row]:
     tensor, stages = min(rivals, key=rivals.__getitem__)
     gain = rivals[tensor, stages] / seconds
     against = f"Megatron-LM: tensor {tensor} × {stages} stages × data {1024 // 64}"
-    yield Row(EARLY, "80B on 1024 A100: gain over Megatron-LM", 1.26, gain, "×", against)
+    yield Row(EARLY, "80B on 1024 A100: gain over Megatron-LM, ×", 1.26, gain, "×", against)
 
 
 def overlap() -> Iterator[Row]:
@@ -109,7 +109,7 @@ def overlap() -> Iterator[Row]:
         job = _job(EARLY, "gpt-20b", PERLMUTTER, ranks)
         step = best(job)
         gain = step.seconds(overlap=False) / step.seconds()
-        what = f"20B on {ranks} A100: gain by overlap"
+        what = f"20B on {ranks} A100: gain by overlap, ×"
         why = "the number of GPUs is not given; the gain grows with it"
         yield Row(EARLY, what, 1.53, gain, "×", _assumed(step, job.batch), why)
 
@@ -117,7 +117,7 @@ def overlap() -> Iterator[Row]:
 WEAK = {512: "5b", 1024: "10b", 2048: "20b", 4096: "40b", 8192: "80b", 16384: "160b", 32768: "320b"}
 _SAMPLES = (
     "8192 samples do not feed so many ranks, so tensor axes reach beyond the node; with a sample a "
-    "rank (the next row) it is otherwise, and the batch is not published in facts.md"
+    "rank (the next row) it is otherwise, and the batch is not published"
 )
 
 
@@ -189,8 +189,8 @@ def axonns_own_model() -> Iterator[Row]:
         job = Job(model, PERLMUTTER, ranks, 1024)
         (layer,) = sums(moved().layer, [mesh], job)
         modelled = job.sizes.layers * (sum(layer.values()) + layer["gather"])
-        what = f"{model.removeprefix('gpt-').upper()} on {ranks} A100: communication of {grid}"
-        assumed = "their own model, a batch of 1024; weights gathered twice, no recomputation"
+        what = f"{model.removeprefix('gpt-').upper()} on {ranks} A100: s of communication, {grid}"
+        assumed = "their model, batch 1024, no recomputation"
         yield Row(EARLY, what, published, modelled, "s", assumed)
 
 
@@ -237,8 +237,8 @@ def atp_meshes() -> Iterator[Row]:
                 found[mesh] = computing + sum(moving.values())
         mesh = min(found, key=found.__getitem__)
         gain = next(iter(found.values())) / found[mesh]
-        what = f"ATP, 16 ranks, {name}: best mesh over (16,1)"
-        chosen = f"d1 is x, inner axis last: {mesh} best; h 4096, 16 samples, no overlap"
+        what = f"ATP, 16 ranks, {name}: best mesh over (16,1), ×"
+        chosen = f"{mesh} best; h 4096, batch 16"
         why = "published for two interconnects of the authors', 1.37 and 1.64; this is another"
         yield Row("2301.08658", what, min(max(gain, low), high), gain, "×", chosen, why)
 
@@ -274,9 +274,9 @@ def tesseract() -> Iterator[Row]:
     for batch in (16, 64):
         job = _Plain("perlmutter", 64, batch, size)
         gain = job.step(Grid25D(8, 1)) / job.step(Grid25D(4, 4))
-        what = f"2.5D [4,4,4] over [8,8,1], m/h = {batch * SEQUENCE // size.width}"
-        assumed = f"one layer, h 4096, {batch} samples, 64 A100 as on Perlmutter, no overlap"
-        why = "the published model sizes and machine are not in facts.md; the gain grows with m/h"
+        what = f"2.5D [4,4,4] over [8,8,1], m/h = {batch * SEQUENCE // size.width}: ×"
+        assumed = f"one layer, h 4096, batch {batch}, 64 A100 as on Perlmutter"
+        why = "model sizes and machine of that figure are not known; the gain grows with m/h"
         yield Row("2105.14500", what, 1.45, gain, "×", assumed, why)
 
 
@@ -322,14 +322,16 @@ def show(found: list[Row], console: Console) -> None:
     for row in found:
         if row.misses:
             console.print(f"  {row.what}: {row.why or 'no reason found'}", highlight=False)
-    console.print("of facts.md, no row for:", highlight=False)
+    console.print("published figures without a row:", highlight=False)
     for what, why in SILENT:
         console.print(f"  {what}: {why}", highlight=False)
 
 
 def markdown(found: list[Row]) -> str:
+    """The table of docs/papers.md: without units, which the names of the figures have."""
     lines = [HEADINGS, ("---", "--:", "--:", "---", "--:", "---"), *map(cells, found)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    unit = HEADINGS.index("unit")
+    return "\n".join(f"| {' | '.join(line[:unit] + line[unit + 1 :])} |" for line in lines)
 
 
 def main(arguments: list[str] | None = None) -> None:

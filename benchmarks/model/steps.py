@@ -40,7 +40,7 @@ FEW = 2  # grids that are planned
 @dataclass(frozen=True)
 class Machine:
     """A preset of autopar with the FLOP/s of matrix products measured on it, and the peak that its
-    percentages are of (both facts.md, arXiv 2502.08145).
+    percentages are of (both from arXiv 2502.08145).
     """
 
     preset: str

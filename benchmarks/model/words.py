@@ -240,10 +240,13 @@ def published_table() -> Table:
 
 
 def markdown(ranks: int, ratio: int) -> str:
-    """The table of words as it stands in docs/layouts.md."""
+    """The table of words as it stands in docs/layouts.md: without those of the forward alone, and
+    those where gathered operands are kept.
+    """
     lines = [HEADINGS, ("---", "---", *["--:"] * (len(HEADINGS) - 2))]
     lines += [cells(row(layout, ranks, ratio)) for layout in LAYOUTS]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    shown = [HEADINGS.index(name) for name in HEADINGS if name not in ("forward", "held")]
+    return "\n".join(f"| {' | '.join(line[i] for i in shown)} |" for line in lines)
 
 
 def as_json(ranks: Iterable[int], ratios: Iterable[int]) -> dict[str, list[dict[str, Any]]]:

@@ -31,6 +31,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "states": states.picture,
     "step-time": step_time.picture,
     "planned-steps": scatter.steps,
+    "planned-memory": scatter.peaks,
     "planning-time": planning_time.picture,
     **{f"layout-{chain.name}": partial(layouts.picture, chain) for chain in CHAINS},
 }

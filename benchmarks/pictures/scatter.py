@@ -1,13 +1,17 @@
-"""Planned against measured steps, a point a run: planned-steps.svg.
+"""Planned against measured, a point a run: planned-steps.svg and planned-memory.svg.
 
-The steps are those of benchmarks/model/predicted.json, each as it was modelled when it ran.
+The steps are those of benchmarks/model/predicted.json, the peaks those of memory.json beside it,
+which `python -m benchmarks.model.memory --only gpt --json FILE` writes; each as it was planned when
+it ran.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.model import recorded
@@ -16,7 +20,8 @@ from benchmarks.step_time import cells
 
 SIDE, LEFT, TOP = 380, 74, 54
 FEW, MANY = (1, 2, 5), (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8)  # ticks of many and of few decades
-COLORS = ("#1f6feb", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0a7ea4")
+COLORS = ("#1f6feb", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0a7ea4", "#cf222e")
+PEAKS = Path(__file__).parent.parent / "model" / "memory.json"
 MORE = """
   .grid { stroke: #8c959f; stroke-opacity: 0.25 } .equal { stroke: #8c959f; stroke-width: 1.5 }
   .tenth { fill: #8c959f; fill-opacity: 0.16 }
@@ -39,6 +44,20 @@ def steps() -> str:
         for timed in cells.standing(cell)
     ]
     return picture("Seconds of a step", "s", runs)
+
+
+def peaks() -> str:
+    """Return the SVG of a rank's peaks of memory, in MiB; all pipelines are one kind."""
+    runs = [
+        Run(
+            "stages of a pipeline" if row["case"]["stages"] > 1 else row["case"]["layout"],
+            row["planned"] / 2**20,
+            row["measured"] / 2**20,
+        )
+        for row in json.loads(PEAKS.read_text(encoding="utf-8"))
+        if not row["refused"]
+    ]
+    return picture("Peak memory of a rank", "MiB", runs)
 
 
 def picture(title: str, unit: str, runs: Sequence[Run]) -> str:

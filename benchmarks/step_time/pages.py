@@ -45,18 +45,18 @@ Written by `python -m benchmarks.step_time --docs docs/benchmarks.md` from
 `benchmarks/step_time/summaries.json`, which has the command, date, machine and load of every cell;
 do not edit.
 
-A node is a network namespace of one machine, whose link `tc` limits (`benchmarks/cluster/`). All
-contestants train the same model on the same batches, in float32, with one thread a rank, and take
-turns step by step. A step is forward, backward and AdamW; its time is the slowest rank's. One whose
-loss or first gradient is more than 1e-4 off the single device's is out. HSDP is FSDP2 within a node
-and a sum between nodes (`benchmarks/step_time/peers.py`).
+A node is a network namespace of one machine, whose link `tc` limits. All contestants train the same
+model on the same batches, in float32, with one thread a rank, and take turns step by step. A step
+is forward, backward and AdamW; its time is the slowest rank's. A contestant whose loss or first
+gradient is more than 1e-4 off the single device's is out. HSDP is FSDP2 within a node and a sum
+between nodes.
 """
 
 RATIOS = """\
 ## auto against the best peer
 
-"1.70 DDP, link 0.93": DDP was the best peer, its step took 1.70 times as long as auto's in the same
-round (median over the rounds), and its bytes need 0.93 of its step on the busiest link.
+"1.70 DDP": DDP was the best peer, and its step took 1.70 times as long as auto's in the same round
+(median over the rounds).
 """
 
 
@@ -66,9 +66,10 @@ def write(found: list[Summary], page: Path) -> None:
     lines = [PREFACE, "![steps of peers and of autopar](images/step-time.svg)\n"]
     lines += [*_ratio_lines(found), "", _provenance(found)]
     lines += ["\n## Seconds a step: median (least–most)"]
-    for (model, size), group in groupby(ordered(found), key=_model_and_size):
-        of_size = list(group)
-        lines += [f"\n### {model}, {size}\n", SUBJECTS[model].why + ".\n", *_matrix(of_size)]
+    for model, of_model in groupby(ordered(found), key=lambda cell: cell["model"]):
+        lines += [f"\n### {model}, {SUBJECTS[model].why}"]
+        for size, of_size in groupby(of_model, key=cluster_size):
+            lines += ["", *_matrix(size, list(of_size))]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -96,7 +97,7 @@ def _ratio_lines(found: list[Summary]) -> list[str]:
 def _ratio(judged: Verdict | None) -> str:
     if judged is None:
         return ""
-    return f"{judged['ratio']:.2f} {judged['peer']}, link {judged['share']:.2f}"
+    return f"{judged['ratio']:.2f} {judged['peer']}"
 
 
 def markdown(rows: list[tuple[str, ...]]) -> list[str]:
@@ -104,15 +105,16 @@ def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
-def _matrix(found: list[Summary]) -> list[str]:
-    """A line a contestant, a column a rate."""
+def _matrix(size: str, found: list[Summary]) -> list[str]:
+    """A line a contestant, a column a rate, of a cluster of this size."""
     names = list(dict.fromkeys(t["name"] for cell in found for t in cell["contestants"]))
-    rows = [("contestant", *(rate_text(cell["rate"]) for cell in found))]
+    rows = [(size, *(rate_text(cell["rate"]) for cell in found))]
     for name in names:
         by_cell = ({t["name"]: t for t in cell["contestants"]}.get(name) for cell in found)
         rows.append((name, *(_entry(timed) for timed in by_cell)))
     reasons = {t["name"]: t["reason"] for c in found for t in c["contestants"] if t["reason"]}
-    return [*markdown(rows), "", *(f"- {name}: {reason}" for name, reason in reasons.items())]
+    below = [f"- {name}: {reason}" for name, reason in reasons.items()]
+    return [*markdown(rows), *([""] if below else []), *below]
 
 
 def _entry(timed: Contestant | None) -> str:

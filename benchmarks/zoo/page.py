@@ -21,31 +21,27 @@ PREFACE = """\
 Written by `make zoo` from `benchmarks/zoo/models.json` alone; do not edit.
 `make zoo ZOO="llama bert"` runs these models again.
 
-Each model has two layers and random weights, made from its configuration as a user makes it; only
-what draws NumPy's numbers is off (`layerdrop` of the audio models and m2m_100, and
-`apply_spec_augment`). Four ranks run in one process, in float64, in the layouts `auto`, `megatron`
-and `fsdp`. As in `autopar.verify`, every node, the loss, every gradient and the parameters after
+Each model has two layers and random weights, made from its configuration as a user makes it, but
+for what draws NumPy's numbers (`layerdrop`, `apply_spec_augment`). Four ranks run in one process,
+in float64, as `autopar.verify` does: every node, the loss, every gradient and the parameters after
 three steps of AdamW are compared with one device.
 
-A layout's column has the largest relative error. `trace` and `plan` (of `auto`) are CPU seconds,
-`CPU` those of the whole row. `by trial`: ops whose rule was found by running them on small tensors.
-`no rule`: ops that run unsharded on every rank, with their part of the modelled step. Numbers in
-brackets lead to reasons below a table.
+A layout's column has the largest relative error; `CPU` are seconds of tracing, planning and
+proving. `no rule`: ops that run unsharded on every rank, with their share of the modelled step.
 """
 
 REAL = """\
 ## Real sizes
 
 Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) from
-`benchmarks/zoo/real_models.json`; what has no row or no cell yet is run, `--again` runs all.
+`benchmarks/zoo/real_models.json`; `--again` runs rows anew.
 
-The models of papers at their sizes, on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and
-Gemma-2 in bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW; each plan may take 600
-CPU seconds. `whole` is the share of the model's FLOPs in products, convolutions and attention that
-several ranks run whole; with a `*` it is `auto`'s choice, as splitting them would take longer;
-behind a `+` stand the ops without a rule. `step` is the modelled step beside that of one rank (of
-any memory), `peak` a rank's memory beside that of one rank that holds all, `CPU` the seconds of
-planning. Empty cells have not been run.
+Models of papers on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and Gemma-2 in
+bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW. `step` and `peak` are the modelled
+step and a rank's memory beside those of one rank that holds all; `CPU` are seconds of planning
+`auto`. In brackets: the share of the FLOPs in products, convolutions and attention that several
+ranks run whole, from 0.1 % on; with a `*` splitting them would take longer; ops without a rule
+follow.
 """
 
 EXPERTS = """\
@@ -54,14 +50,12 @@ EXPERTS = """\
 Written by `python -m benchmarks.zoo --experts` from `benchmarks/zoo/expert_rows.json`; `--again`
 runs rows anew.
 
-The models of papers at their sizes on the meta device, in bfloat16, under "auto" on H100
-(`dgx-h100`): four sequences of 4,096 tokens a rank, AdamW. `experts` says what each mesh axis
-splits of a layer of experts: its tokens t, its experts e, their inner width f. `whole` is the share
-of the FLOPs of experts, and of all, that several ranks run whole. `MFU` is the share of the peak of
-bfloat16 that goes into the model's own products, none counted twice. `CPU` are the seconds of
-tracing and planning, beside those of a Mistral of as many layers on as many ranks and tokens. Where
-not all `layers` were planned, the figures are those of a model of the first ones.
-Below the table stands what others published.
+Models of papers on the meta device, in bfloat16, under "auto" on H100 (`dgx-h100`): four sequences
+of 4,096 tokens a rank, AdamW. `experts` says what each mesh axis splits of a layer of experts: its
+tokens t, its experts e, their inner width f. `whole` is the share of the FLOPs of experts, and of
+all, that several ranks run whole; `MFU` is the share of the peak that goes into the model's own
+products. `CPU` are seconds of tracing and planning, beside those of a Mistral of as many layers,
+ranks and tokens. `2 of 32` layers: the figures are those of a model of the first two.
 """
 
 
@@ -102,10 +96,9 @@ def page_lines(results: dict[str, Any], real: dict[str, Row], experts: dict[str,
 
 
 def real_lines(rows: dict[str, Row]) -> list[str]:
-    """Return the section of the models at real sizes: four columns a layout."""
-    columns = [f"{layout} {what}" for layout in real_rows.LAYOUTS
-               for what in ("whole", "step", "peak", "CPU")]  # fmt: skip
-    headings = ("model", "parameters", "one rank", *columns)
+    """Return the section of the models at real sizes: two columns a layout."""
+    columns = [f"{layout} {what}" for layout in real_rows.LAYOUTS for what in ("step", "peak")]
+    headings = ("model", "parameters", "one rank", *columns, "CPU")
     reasons: list[str] = []
     lines = [REAL, "| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     for name, row in rows.items():
@@ -114,6 +107,7 @@ def real_lines(rows: dict[str, Row]) -> list[str]:
         cells = [name, numbers, _alone(alone)]
         for layout in real_rows.LAYOUTS:
             cells += _real_cells(row.get(layout, row), alone, reasons)
+        cells.append(_cpu(row.get("auto", {}), reasons))
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
 
@@ -174,29 +168,27 @@ def _alone(entry: Row) -> str:
 
 
 def _real_cells(entry: Row, alone: Row, reasons: list[str]) -> list[str]:
-    """Return the four cells of a plan; where there is none, the number of the reason."""
+    """Return the two cells of a plan; where there is none, the number of the reason."""
     if "seconds" not in entry:
-        return [_reference(entry["reason"], reasons) if "reason" in entry else "", "", "", ""]
-    mark = "*" if entry["cheapest"] and entry["whole"] else ""
-    ratios = [
+        return [_reference(entry["reason"], reasons) if "reason" in entry else "", ""]
+    step, peak = (
         f"{entry[key] / alone[key]:.2f}" if key in alone else ""
         for key in ("seconds", "peak_bytes")
-    ]
-    no_rule = "".join(f" + `{op_name(op)}`" for op in entry["no_rule"])
-    return [f"{entry['whole']:.1%}{mark}{no_rule}", *ratios, f"{entry['plan_s']:.0f}"]
+    )
+    whole = [f"{entry['whole']:.1%}" + "*" * entry["cheapest"]] if entry["whole"] > 5e-4 else []
+    unsplit = whole + [f"`{op_name(op)}`" for op in entry["no_rule"]]
+    return [step + f" ({', '.join(unsplit)})" * bool(unsplit), peak]
 
 
 def table_lines(rows: dict[str, Row]) -> list[str]:
     """Return the table of some rows, and the reasons below it."""
-    headings = ("model", *LAYOUTS, "mesh", "trace", "plan", "CPU", "by trial", "no rule")
+    headings = ("model", *LAYOUTS, "CPU", "no rule")
     reasons: list[str] = []
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
     for name, row in rows.items():
         cells = [name, *(cell(row, layout, reasons) for layout in LAYOUTS)]
-        figures = (row.get(key, "") for key in ("mesh", "trace_s", "plan_s", "cpu_s"))
-        trials = (f"`{op_name(op)}`" for op in row.get("probed", ()))
         costs = (f"`{op_name(op)}` {p:.2%}" for op, p in row.get("without_rule", {}).items())
-        cells += [*map(str, figures), ", ".join(trials), ", ".join(costs)]
+        cells += [str(row.get("cpu_s", "")), ", ".join(costs)]
         lines.append("| " + " | ".join(cells) + " |")
     return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
 
@@ -221,8 +213,9 @@ def cell(row: Row, layout: str, reasons: list[str]) -> str:
 
 
 def _reference(reason: str, reasons: list[str]) -> str:
-    """Return the number of a reason in brackets; the reason joins `reasons`."""
-    text = " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())
+    """Return the number of a reason in brackets; the reason joins `reasons` without its remedy."""
+    line = " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())
+    text = line.split("; use ")[0].split(" Check that ")[0]
     if text not in reasons:
         reasons.append(text)
     return f"[{reasons.index(text) + 1}]"

@@ -158,8 +158,8 @@ def test_the_page_has_every_figure_and_its_picture(tmp_path):
     step_pages.write(found, page)
     text = page.read_text()
     assert "| model | cluster | 400mbit | 1gbit | unlimited |" in text
-    assert "| gpt | 2×2 | 1.25 DDP, link 0.17 |  |" in text and "| llama | 2×2 |  |  |  |" in text
-    assert "| contestant | 400mbit | unlimited |" in text and "1.200 (1.00–2.00)" in text
+    assert "| gpt | 2×2 | 1.25 DDP |  |" in text and "| llama | 2×2 |  |  |  |" in text
+    assert "| 2×2 | 400mbit | unlimited |" in text and "1.200 (1.00–2.00)" in text
     assert "| tensor |  | 0.259 (0.26–0.31) |" in text
     assert "- FSDP2 × tensor: refused: no grid" in text
     facts = cells.machine()
@@ -192,7 +192,7 @@ def test_only_cells_that_the_page_lacks_are_run(tmp_path, monkeypatch):
     assert ran == ["llama"]
     first, second = cells.load(kept)["cells"]
     assert first == known and second["model"] == "llama"
-    assert "### gpt, 2×2" in page.read_text() and "### llama, 2×2" in page.read_text()
+    assert "### gpt, " in page.read_text() and "### llama, " in page.read_text()
     step_time.main([*asked, "--out", out])
     assert ran == ["llama", "gpt"]  # without the page OUT alone counts
 

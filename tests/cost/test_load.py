@@ -53,8 +53,8 @@ def test_wires_without_a_switch() -> None:
     assert 1 / exchange == pytest.approx(150e9)  # each pair its own wire
 
 
-# Bandwidth in GB/s that AxoNN's authors measured, by (axis size, ranks inside it): shared/facts.md,
-# from arXiv 2305.13525 and their code.
+# Bandwidth in GB/s that AxoNN's authors measured, by (axis size, ranks inside it): arXiv
+# 2305.13525 and their code.
 PERLMUTTER = {
     (2, 1): 76, (4, 1): 225, (8, 1): 80, (64, 1): 80,
     (2, 2): 76, (4, 2): 40, (16, 2): 40,

@@ -15,6 +15,7 @@ import models
 from autopar import Stages
 from autopar.errors import PlanError
 from autopar.planner.division_search import in_fastest_division, in_fastest_parts
+from autopar.planner.request import PlanRequest
 from priced import EMULATED
 
 WORLD = autopar.World.preset("dgx-h100", 4)
@@ -123,22 +124,22 @@ def test_one_part_stands_where_it_fits_and_errors_are_those_of_one() -> None:
     tried: list[int] = []
     plan = planned("ddp", 1)
 
-    def attempt(count: int) -> autopar.Plan:
-        tried.append(count)
-        if count < 8 and tried[0] != 1:
+    def attempt(request: PlanRequest) -> autopar.Plan:
+        tried.append(request.microbatches)
+        if request.microbatches < 8 and tried[0] != 1:
             raise PlanError("no room")
         return plan
 
-    assert in_fastest_parts(attempt, 12) is plan
+    assert in_fastest_parts(attempt, PlanRequest("ddp"), 12) is plan
     assert tried == [1]
 
-    def refuse(count: int) -> autopar.Plan:
-        tried.append(count)
-        raise PlanError(f"no room in {count}")
+    def refuse(request: PlanRequest) -> autopar.Plan:
+        tried.append(request.microbatches)
+        raise PlanError(f"no room in {request.microbatches}")
 
     tried.clear()
     with pytest.raises(PlanError, match="no room in 1"):
-        in_fastest_parts(refuse, 12)
+        in_fastest_parts(refuse, PlanRequest("ddp"), 12)
     assert tried == [1, 2, 4, 12]
 
 
@@ -150,9 +151,10 @@ class _Tried:
         self.seconds, self.tried = seconds, list[tuple[int, int, bool]]()
         self.plan = planned("ddp", 1)
 
-    def __call__(self, stages: Stages | None, count: int, quickly: bool = False) -> autopar.Plan:
-        number = 1 if stages is None else int(stages.count)
-        self.tried.append((number, count, quickly))
+    def __call__(self, request: PlanRequest) -> autopar.Plan:
+        stages, count = request.layout, request.microbatches
+        number = int(stages.count) if isinstance(stages, Stages) else 1
+        self.tried.append((number, count, not request.overlap))
         step = self.seconds(number, count)
         starts = tuple(f"blocks.{i}" for i in range(1, number))
         schedule = "1f1b" if number > 1 else ""
@@ -162,6 +164,7 @@ class _Tried:
 
 
 ROWS = (torch.zeros(64, 2),)
+AUTO = PlanRequest("auto", overlap=True)
 
 
 def test_auto_takes_stages_where_a_step_is_a_twentieth_shorter() -> None:
@@ -169,7 +172,7 @@ def test_auto_takes_stages_where_a_step_is_a_twentieth_shorter() -> None:
         return 8.0 / stages + (stages - 1) / count + 1.0
 
     attempt = _Tried(seconds)
-    plan = in_fastest_division(attempt, autopar.World.of(8), "auto", "auto", ROWS)
+    plan = in_fastest_division(attempt, autopar.World.of(8), AUTO, "auto", ROWS)
     assert len(plan.stage_starts) == 7 and plan.microbatches == 64
     assert attempt.tried[-1] == (8, 64, False), "the fastest is planned as any plan"
     assert all(quickly for _, _, quickly in attempt.tried[1:-1])
@@ -177,19 +180,19 @@ def test_auto_takes_stages_where_a_step_is_a_twentieth_shorter() -> None:
 
 def test_auto_stays_without_stages_where_they_save_little() -> None:
     attempt = _Tried(lambda stages, count: 2.0 if stages == 1 else 1.95)
-    plan = in_fastest_division(attempt, autopar.World.of(8), "auto", "auto", ROWS)
+    plan = in_fastest_division(attempt, autopar.World.of(8), AUTO, "auto", ROWS)
     assert not plan.stage_starts
     fixed = _Tried(lambda stages, count: 1.0 / stages)
-    assert not in_fastest_division(fixed, autopar.World.of(8), "auto", 8, ROWS).stage_starts
+    assert not in_fastest_division(fixed, autopar.World.of(8), AUTO, 8, ROWS).stage_starts
     alone = _Tried(lambda stages, count: 1.0 / stages)
-    plan = in_fastest_division(alone, autopar.World.of(8), "auto", "auto", ROWS, pipelines=False)
+    plan = in_fastest_division(alone, autopar.World.of(8), AUTO, "auto", ROWS, pipelines=False)
     assert not plan.stage_starts and alone.tried == [(1, 1, False)]
 
 
 def test_stages_whose_bubble_alone_is_too_long_are_not_planned() -> None:
     computed = sum(row.computation or row.seconds for row in planned("ddp", 1).rows)
     attempt = _Tried(lambda stages, count: 1.02 * computed)
-    in_fastest_division(attempt, autopar.World.of(4), "auto", "auto", ROWS)
+    in_fastest_division(attempt, autopar.World.of(4), AUTO, "auto", ROWS)
     assert attempt.tried == [(1, 1, False)]
 
 
@@ -200,16 +203,16 @@ def test_numbers_of_stages_that_are_refused_are_passed_over() -> None:
         return 1.0
 
     attempt = _Tried(seconds)
-    plan = in_fastest_division(attempt, autopar.World.of(8), "auto", "auto", ROWS)
+    plan = in_fastest_division(attempt, autopar.World.of(8), AUTO, "auto", ROWS)
     assert len(plan.stage_starts) == 3
 
     def never(stages: int, count: int) -> float:
         raise PlanError(f"no room in {stages}")
 
     with pytest.raises(PlanError, match="no room in 1"):
-        in_fastest_division(_Tried(never), autopar.World.of(8), "auto", "auto", ROWS)
+        in_fastest_division(_Tried(never), autopar.World.of(8), AUTO, "auto", ROWS)
     with pytest.raises(PlanError, match="no room in 2"):
-        in_fastest_division(_Tried(never), autopar.World.of(8), Stages(), "auto", ROWS)
+        in_fastest_division(_Tried(never), autopar.World.of(8), AUTO.under(Stages()), "auto", ROWS)
 
 
 def test_auto_plans_a_pipeline_over_slow_links() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import autopar
 from autopar.cli.reasons import explain_plan
 from autopar.cost.memory import Budget
+from autopar.ir.plan_table import format_seconds
 from autopar.planner.request import PlanRequest
 from autopar.planner.world_size import _halves, _seconds_if_as_fast, _times
 from models import gpt, mlp
@@ -111,12 +112,14 @@ def test_one_rank_is_considered_whatever_the_layout_and_the_world(
 
 def test_one_rank_is_no_ranks() -> None:
     model, args, _ = mlp()
-    plan = dataclasses.replace(autopar.plan(model, 2, args), smaller=(1, 0.001))
-    assert "\n1 rank would be as fast: 1.0 ms" in str(plan.table().caption)
-    reasons = explain_plan(plan, None).reasons
-    assert [line for line in reasons if "as fast" in line] == [
-        "1 rank would be as fast: 1.00 ms a step"
-    ]
+    plan = autopar.plan(model, 2, args)
+    for share, words in ((0.995, "as fast"), (0.5, "faster")):
+        seconds = share * plan.step_seconds
+        plan = dataclasses.replace(plan, smaller=(1, seconds))
+        assert f"\n1 rank would be {words}: {seconds * 1e3:.1f} ms" in str(plan.table().caption)
+        assert [line for line in explain_plan(plan, None).reasons if "would be" in line] == [
+            f"1 rank would be {words}: {format_seconds(seconds)} a step"
+        ]
     assert str(autopar.verify(model, 1, args)).startswith("1 rank equals one: ")
 
 

@@ -129,17 +129,17 @@ def graph_peak_bytes(graph: fx.Graph, step: StepMemory) -> float:
     staging = Staging(lives)
     place = {node: number for number, node in enumerate(graph.nodes)}
     freed: dict[int, float] = defaultdict(float)
-    live = peak = step.primals
+    live_bytes = peak = step.primals
     for node, number in place.items():
         allocated = lives.new_bytes(node)
-        live += allocated
+        live_bytes += allocated
         freed[max((place[n] for n in lives.readers[node]), default=number)] += allocated
         if node.op == "placeholder":
             continue  # placeholders are all there before anything runs
         staging.step(node)
-        peak = max(peak, live + staging.bytes)
-        live -= freed[number]
-    return max(peak, live)
+        peak = max(peak, live_bytes + staging.bytes)
+        live_bytes -= freed[number]
+    return max(peak, live_bytes)
 
 
 def _roots(graph: fx.Graph, saved: Mapping[str, SavedMemory]) -> dict[fx.Node, fx.Node]:

@@ -144,13 +144,13 @@ class Events:
         choice = self.plan.choices.get(source)
         if choice is None or self.last.get(source) is not node:
             return 0.0, 0.0
-        spec = self.notes.specs[source]
+        rule = self.notes.specs[source]
         strategy = Strategy((), choice.operands, choice.results, _part_count(self, source))
         dtype = node.meta["dtype"]
-        forward = node_seconds(spec, strategy, dtype, False, self.world)
+        forward = node_seconds(rule, strategy, dtype, False, self.world)
         if (source, 0) not in self.notes.gradient:
             return forward, 0.0
-        return forward, node_seconds(spec, strategy, dtype, True, self.world) - forward
+        return forward, node_seconds(rule, strategy, dtype, True, self.world) - forward
 
     def _work(
         self,
@@ -308,8 +308,8 @@ class Events:
     ) -> int:
         """Add an event and return its index."""
         source = str(node.meta.get("source", ""))
-        spec = self.notes.specs.get(source) if kind == "compute" else None
-        self.products.append(spec is not None and spec.flops > 0)
+        rule = self.notes.specs.get(source) if kind == "compute" else None
+        self.products.append(rule is not None and rule.flops > 0)
         name = node.name if kind == "compute" else f"{kind} {node.name}"
         chain = node.meta.get("chain", "")
         self.events.append(Event(name, kind, seconds, after, phase, chain, **more))

@@ -82,8 +82,8 @@ def row_loss(node: fx.Node) -> OpShardingRule:
         return unsplit(node, source="rule")
     sizes: dict[str, int] = {}
     dims = tuple(name_dims(first, sizes))
-    kept = bound(node)["reduction"] == _NONE
-    if kept and shape_of(value_of(node)) != first[:-1]:
+    unreduced = bound(node)["reduction"] == _NONE
+    if unreduced and shape_of(value_of(node)) != first[:-1]:
         return unsplit(node, source="rule")
     rows = OpShardingRule(
         tuple(dims[: len(shape)] for shape in shapes),

@@ -189,8 +189,8 @@ def function_rule(
 
     def call(tensors: Sequence[Tensor]) -> list[Tensor]:
         assert callable(node.target)
-        made = node.target(*tensors)
-        return [made] if isinstance(made, Tensor) else list(made)
+        results = node.target(*tensors)
+        return [results] if isinstance(results, Tensor) else list(results)
 
     if key not in known:
         known[key] = scaled_rule(call, values, results)

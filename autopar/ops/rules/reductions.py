@@ -95,15 +95,15 @@ def histogram(node: fx.Node) -> OpShardingRule:
     assert source is not None
     values, sizes = bound(node), dict[str, int]()
     dims = tuple(name_dims(operand_shape(source), sizes))
-    given = values["min"] != values["max"]
+    has_range = values["min"] != values["max"]
     elements = frozenset(sizes)
     sizes["n"] = values["bins"]
     return OpShardingRule(
         (dims,),
         ((("n",),),),
         sizes,
-        sum=elements if given else frozenset(),
-        whole=frozenset({"n"}) | (frozenset() if given else elements),
+        sum=elements if has_range else frozenset(),
+        whole=frozenset({"n"}) | (frozenset() if has_range else elements),
     )
 
 

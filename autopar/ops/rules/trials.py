@@ -85,8 +85,8 @@ class TrialOp:
     ) -> Outcome:
         """Run forward and backward. With `cotangents` None, empty ones stand in."""
         leaves = [
-            x.detach().requires_grad_(asked)
-            for x, asked in zip(operands, self.compared, strict=True)
+            x.detach().requires_grad_(compared)
+            for x, compared in zip(operands, self.compared, strict=True)
         ]
         results = self.call(leaves)
         cotangents = [torch.empty_like(r) for r in results] if cotangents is None else cotangents

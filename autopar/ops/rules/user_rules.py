@@ -59,7 +59,7 @@ def rule(
     that is made of two, `...` for any dims. Where an axis splits a factor, operands and results
     that have it are split there.
 
-    - `sum`: factors that are summed, which results lack: they are partial sums where one is split.
+    - `sum`: factors that the op sums; where an axis splits one, the results are partial sums.
     - `whole`: factors that no axis may split, as those that the op sorts along.
     - `added`: the numbers of operands that are added once, such as a bias ("2").
     - `linear`: groups of operands through which partial sums pass, each operand ("0", "1") or
@@ -109,11 +109,11 @@ def _checked(
     arguments = _example(call, target, pattern) if example is None else example
     node = _node(call, target, arguments)
     try:
-        spec = build(node)
+        rule = build(node)
     except (PatternError, KeyError, ValueError) as error:
         raise InputError(f"{call}: {error}") from None
-    _refuse_names(call, spec)
-    trial = _Trial(call, target, arguments, spec)
+    _refuse_names(call, rule)
+    trial = _Trial(call, target, arguments, rule)
     trial.check()
     linear = gradients_add_up(trial.op, trial.trial)
     return build if linear else lambda node: replace(build(node), nonlinear=True)

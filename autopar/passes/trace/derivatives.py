@@ -96,7 +96,7 @@ def graph_below_autograd(
     """Record a call of the model on fake tensors, which it holds as well, below autograd, where a
     derivative is a number of operators. `modes` gives what the forward is to run within.
     """
-    held = dict(_tensors_of(model))
+    own = dict(_tensors_of(model))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     facts: dict[str, Any] = {}
 
@@ -104,21 +104,21 @@ def graph_below_autograd(
         with _MarkDetaches(), modes(), _module_stacks(model), twice_differentiable():
             leaves, facts["tree"] = pytree.tree_flatten(model(*args, **kwargs))
         now = dict(model.named_buffers())
-        facts["assigned"] = [n for n, x in now.items() if n in held and x is not held[n]]
+        facts["assigned"] = [n for n, x in now.items() if n in own and x is not own[n]]
         facts["leaves"] = [_TENSOR if isinstance(x, torch.Tensor) else x for x in leaves]
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         return [*tensors, *(now[name] for name in facts["assigned"])]
 
     with node_meta.preserve_node_meta(), _without_fused_layers():
         record = make_fx(run, record_stack_traces=True)
-        module = record(*held.values(), *inputs)
+        module = record(*own.values(), *inputs)
     _join_saved(module.graph)
     module.recompile()
     placeholders = module.graph.find_nodes(op="placeholder")
-    names = [*held, *(f"input {place}" for place in range(len(inputs)))]
+    names = [*own, *(f"input {place}" for place in range(len(inputs)))]
     buffers = dict(model.named_buffers())
     fixed = {p: n for p, n in zip(placeholders, names, strict=True) if n not in buffers}
-    return BelowAutograd(module, list(held), **facts, fixed=fixed)
+    return BelowAutograd(module, list(own), **facts, fixed=fixed)
 
 
 @contextmanager
@@ -194,11 +194,11 @@ def forward_replaced(model: nn.Module, below: BelowAutograd) -> Iterator[None]:
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        held = dict(_tensors_of(model))
+        tensors = dict(_tensors_of(model))
         inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         with node_meta.preserve_node_meta():
             results = iter(_Replay(below.module).run(
-                *(held[name] for name in below.names), *inputs
+                *(tensors[name] for name in below.names), *inputs
             ))  # fmt: skip
         leaves = [next(results) if leaf is _TENSOR else leaf for leaf in below.leaves]
         for name, value in zip(below.assigned, results, strict=True):

@@ -118,8 +118,8 @@ def _enter_body(module: Any) -> str | None:
     The name is the same in every process: that of the class, and a digest of the numbers that the
     module and its activation hold. A body that differs from one of the same name gets another.
     """
-    held = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    if not held <= _TENSORS or (module.has_post_expert_norm and _norm(module) is None):
+    names = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if not names <= _TENSORS or (module.has_post_expert_norm and _norm(module) is None):
         return None  # as an activation that is trained
     shell = _without_tensors(module)
     body = _body(module, shell)

@@ -78,8 +78,8 @@ class Record(TorchFunctionMode):
         self._stack = ExitStack()
 
     def __enter__(self) -> Record:
-        held = [*self.model.named_parameters(), *self.model.named_buffers()]
-        self._numbers = {id(value): name for name, value in held}
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        self._numbers = {id(value): name for name, value in tensors}
         for handle in (
             register_module_forward_pre_hook(lambda module, _: self._note("enter", module)),
             register_module_forward_hook(lambda module, _, __: self._note("leave", module)),
@@ -192,7 +192,7 @@ def keep(
         facts = _facts(model, args, kwargs)
     except Doubtful:
         return
-    others = [kept for kept in _TRACES.get(model, []) if kept.facts != facts]
+    others = [trace for trace in _TRACES.get(model, []) if trace.facts != facts]
     _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, {}))][-_MOST_TRACES:]
 
 
@@ -206,20 +206,20 @@ def traced_before(
         return None
     try:
         facts = _facts(model, args, kwargs)
-        kept = next((each for each in _TRACES[model] if each.facts == facts), None)
-        if kept is None:
+        trace = next((each for each in _TRACES[model] if each.facts == facts), None)
+        if trace is None:
             return None
         reads = AttributeReads(model)
-        if _calls_now(model, args, dict(kwargs), reads) != kept.calls:
+        if _calls_now(model, args, dict(kwargs), reads) != trace.calls:
             return None
     except Exception:  # whatever a changed model raises, tracing explains
         return None
-    held = {
+    tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    entries = (entry for entry in kept.program.signature.inputs if entry.kind != "user")
-    known = _copy(kept.program, {entry.target: held[entry.target] for entry in entries})
+    entries = (entry for entry in trace.program.signature.inputs if entry.kind != "user")
+    known = _copy(trace.program, {entry.target: tensors[entry.target] for entry in entries})
     signature = replace(known.signature, reads=frozenset(reads.attributes))
     return replace(known, signature=signature)
 
@@ -270,8 +270,8 @@ def _facts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         *model.named_buffers(remove_duplicate=False),
     ]
     first: dict[int, str] = {}
-    held = [(name, first.setdefault(id(value), name), *_own_facts(value)) for name, value in named]
-    return modules, held, _inputs((args, dict(kwargs))), _surroundings()
+    facts = [(name, first.setdefault(id(value), name), *_own_facts(value)) for name, value in named]
+    return modules, facts, _inputs((args, dict(kwargs))), _surroundings()
 
 
 def _inputs(value: Any) -> Any:

@@ -63,11 +63,11 @@ def refuse_side_effects(
     torch_state = torch.get_rng_state()
     try:
         with stand_ins(model, args, dict(kwargs)) as fakes:
-            made, written = _call_twice(model, fakes, recorders)
+            tensors, written = _call_twice(model, fakes, recorders)
         if not torch.equal(torch.get_rng_state(), torch_state):
             reason = "forward changes the state of torch's random numbers (torch.manual_seed)"
             raise refusal(model, reason, "", "Seed outside of forward.")
-        _refuse_escaped(model, made)
+        _refuse_escaped(model, tensors)
         return written
     finally:
         random.setstate(python)

@@ -244,18 +244,18 @@ def _place_complex(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Turn a write into a slice of complex numbers, which torch does not differentiate as
     slice_scatter and select_scatter, into `index_copy`, which it does.
     """
-    result, given = node.meta["val"], bound(node)
+    result, arguments = node.meta["val"], bound(node)
     if not result.is_complex():
         return node
-    value, source, dim = given["self"], given["src"], given["dim"]
+    value, source, dim = arguments["self"], arguments["src"], arguments["dim"]
     rows = range(result.shape[dim])
     if node.target is aten.select_scatter.default:
-        rows = rows[given["index"] :][:1]
+        rows = rows[arguments["index"] :][:1]
         added = graph.call_function(aten.unsqueeze.default, (source, dim))
         added.meta = {**node.meta, "val": source.meta["val"].unsqueeze(dim)}
         source = added
     else:
-        rows = rows[given["start"] : given["end"] : given["step"]]
+        rows = rows[arguments["start"] : arguments["end"] : arguments["step"]]
     options = {"device": result.device, "pin_memory": False}
     index = graph.call_function(aten.arange.start_step, (rows.start, rows.stop, rows.step), options)
     index.meta = {**node.meta, "val": result.new_empty(len(rows), dtype=torch.int64)}

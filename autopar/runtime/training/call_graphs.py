@@ -138,9 +138,9 @@ class CallGraphs:
     # -- planning ----------------------------------------------------------------------------------
     def _new_graph(self, args: Any, kwargs: Any) -> StepGraph:
         """Plan the graph of another kind of call. Collective."""
-        changes = self._states[self.first].differences()
+        differences = self._states[self.first].differences()
         device = self.first.device
-        kind = CallKind.of(self._module.training, device, args, kwargs, changes)
+        kind = CallKind.of(self._module.training, device, args, kwargs, differences)
         self.watch.agree(f"a call in {kind}")
         started = time.perf_counter()
         with ExitStack() as stack:

@@ -94,8 +94,8 @@ class Checkpoints:
 
     # -- writing -----------------------------------------------------------------------------------
     def save(self, step: int) -> None:
-        """Write a checkpoint of this step. Collective. Waits for the one before, and raises what
-        went wrong with it.
+        """Write a checkpoint of this step. Collective. First waits for the checkpoint before it,
+        and raises what went wrong with that.
         """
         self.wait()
         partial, place = self.folder / f".{_STEP}{step}.partial", self.folder / f"{_STEP}{step}"
@@ -152,8 +152,8 @@ class Checkpoints:
 
     # -- reading -----------------------------------------------------------------------------------
     def steps(self) -> list[int]:
-        """Return the steps of which there is a complete checkpoint, in the order in which they were
-        written: a run that went back to an earlier step goes on from what it wrote since.
+        """Return the steps with a complete checkpoint, in the order in which they were written. So
+        the last one is the newest also if a run went back to an earlier step.
         """
         written = sorted(
             self.folder.glob(f"{_STEP}*/{_METADATA}"), key=lambda path: path.stat().st_mtime_ns
@@ -162,9 +162,9 @@ class Checkpoints:
         return [int(number) for number in numbers if number.isdigit()]
 
     def load(self, step: int | None = None) -> int | None:
-        """Go on from a checkpoint, the last written where no step is named, and return its step;
-        None where there is none. Collective. Raises InputError where it is of another model or
-        lacks something; the model is then as it was.
+        """Restore the checkpoint of a step, by default the last one written, and return its step;
+        None if there is no checkpoint. Collective. Raises InputError if it is of another model or
+        lacks something; the model is then unchanged.
         """
         self.wait()
         there = ranks.from_rank_0(ranks.together("looking for checkpoints", self._put_back))

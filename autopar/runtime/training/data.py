@@ -204,15 +204,15 @@ def row_sampler(
         )
     if not isinstance(batch, int) or batch < 1:
         raise InputError(f"batch_size is {batch!r}: it is a number of rows, 1 or more")
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "rows": len(dataset),
         "batch_size": batch,
         "shuffle": shuffle,
         "seed": seed,
     }
     buckets = buckets_of(*padding, rows=len(dataset))
-    asked |= {"drop_last": drop_last, "buckets": buckets.described() if buckets else None}
-    ranks.agree_on({name: str(value) for name, value in asked.items()})
+    options |= {"drop_last": drop_last, "buckets": buckets.described() if buckets else None}
+    ranks.agree_on({name: str(value) for name, value in options.items()})
     return RowSampler(share, len(dataset), batch, shuffle, seed, drop_last, buckets)
 
 

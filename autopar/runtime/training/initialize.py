@@ -312,12 +312,12 @@ class _Run:
     def _again(self, step: _Step, name: str, memory: torch.Tensor) -> torch.Tensor:
         """Run a step once more, for one of the tensors that it writes."""
         assert step.init is not None
-        held = {n: _tensor_at(self._model, n) for n in step.writes}
+        before = {n: _tensor_at(self._model, n) for n in step.writes}
         for n in step.writes:
             _put(self._model, n, memory if n == name else _memory_for(self._empty[n]))
         step.init(step.module)
         memory = _tensor_at(self._model, name)
-        for n, tensor in held.items():
+        for n, tensor in before.items():
             _put(self._model, n, tensor)
         return memory
 

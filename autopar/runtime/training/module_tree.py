@@ -122,19 +122,19 @@ class OriginalRoot:
     def __init__(self, tree: nn.Module, face: Any, elsewhere: Sequence[str] = ()) -> None:
         self.elsewhere = {name: tree.get_parameter(name) for name in elsewhere}
         self.own_class, self._face = type(tree), face
-        held = tree.__dict__
-        self._attributes = {n: held[n] for n in names_of(face) & set(held)}
-        self._hooks = {kind: held[kind] for kind in _TRACED_HOOKS}
+        attributes = tree.__dict__
+        self._attributes = {n: attributes[n] for n in names_of(face) & set(attributes)}
+        self._hooks = {kind: attributes[kind] for kind in _TRACED_HOOKS}
         self.parallel_class = parallel_class(face, self.own_class)
         self.take(tree)
 
     def take(self, tree: nn.Module) -> None:
         """Make a tree of the user's class parallel."""
-        held = tree.__dict__
-        for name in names_of(self._face) & set(held):
-            del held[name]
+        attributes = tree.__dict__
+        for name in names_of(self._face) & set(attributes):
+            del attributes[name]
         for kind in _TRACED_HOOKS:
-            held[kind] = type(held[kind])()
+            attributes[kind] = type(attributes[kind])()
         for name in self.elsewhere:
             self._put(tree, name, None)
         tree.__class__ = self.parallel_class
@@ -147,26 +147,26 @@ class OriginalRoot:
     @contextmanager
     def restored(self, tree: nn.Module) -> Iterator[nn.Module]:
         """Make the root, within the context, what it was in the user's code."""
-        held, parallel = tree.__dict__, tree.__class__
-        state = held.pop(STATE, None)
+        attributes, parallel = tree.__dict__, tree.__class__
+        state = attributes.pop(STATE, None)
         # what a script puts in the place of `forward` later calls the parallel module's
-        later = {name: held.pop(name) for name in names_of(self._face) & set(held)}
-        hooks = {kind: held[kind] for kind in _TRACED_HOOKS}
+        later = {name: attributes.pop(name) for name in names_of(self._face) & set(attributes)}
+        hooks = {kind: attributes[kind] for kind in _TRACED_HOOKS}
         tree.__class__ = self.own_class
-        held.update(self._attributes, **self._hooks)
+        attributes.update(self._attributes, **self._hooks)
         for name, parameter in self.elsewhere.items():
             self._put(tree, name, parameter)
         try:
             yield tree
         finally:
             for name in self._attributes:
-                held.pop(name, None)
-            held.update(later, **hooks)
+                attributes.pop(name, None)
+            attributes.update(later, **hooks)
             tree.__class__ = parallel
             for name in self.elsewhere:
                 self._put(tree, name, None)
             if state is not None:
-                held[STATE] = state
+                attributes[STATE] = state
 
     def copied(self, memo: dict[int, Any]) -> OriginalRoot:
         """Return the same for a copy of the module."""

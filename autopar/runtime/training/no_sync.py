@@ -93,8 +93,8 @@ class _GraphAccumulator:
             return "deferred"
         run = self._graph.run
         assert isinstance(run, Scheduled)
-        kept = any(is_unreduced(p) for p in self._owner.parameters(self._graph, run.ends))
-        return "final" if kept else "reduced"
+        unreduced = any(is_unreduced(p) for p in self._owner.parameters(self._graph, run.ends))
+        return "final" if unreduced else "reduced"
 
     @torch.no_grad()
     def put(self, ends: Sequence[Tail], own: Sequence[torch.Tensor]) -> None:

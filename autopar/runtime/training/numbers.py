@@ -89,14 +89,14 @@ def with_tensors(model: nn.Module, call: Call, numbers: list[Number]) -> Iterato
         if number.position is not None:
             leaves[number.position] = torch.zeros((), dtype=DTYPES[number.kind])
         elif number.path is not None:
-            held, name = modules[number.path[0]].__dict__, number.path[1]
-            before.append((held, name, held[name]))
-            held[name] = torch.zeros((), dtype=DTYPES[number.kind])
+            attributes, name = modules[number.path[0]].__dict__, number.path[1]
+            before.append((attributes, name, attributes[name]))
+            attributes[name] = torch.zeros((), dtype=DTYPES[number.kind])
     try:
         yield Call(*pytree.tree_unflatten(leaves, spec))
     finally:
-        for held, name, value in before:
-            held[name] = value
+        for attributes, name, value in before:
+            attributes[name] = value
 
 
 def traced_with_inputs(model: nn.Module, call: Call, numbers: list[Number]) -> Program | None:

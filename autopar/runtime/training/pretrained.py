@@ -172,14 +172,14 @@ def save_pretrained(
 def _split(stored: Sequence[StoredTensor], file_bytes: float) -> Iterator[list[StoredTensor]]:
     """Yield the tensors of each file."""
     tensors: list[StoredTensor] = []
-    held = 0
+    bytes_in_file = 0
     for x in stored:
         size = math.prod(x.shape) * x.tensor.itemsize
-        if tensors and held + size > file_bytes:
+        if tensors and bytes_in_file + size > file_bytes:
             yield tensors
-            tensors, held = [], 0
+            tensors, bytes_in_file = [], 0
         tensors.append(x)
-        held += size
+        bytes_in_file += size
     yield tensors
 
 

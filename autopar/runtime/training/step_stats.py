@@ -40,8 +40,8 @@ class StepStats:
         ]
         if self.measured is not None:
             lines.append(f"{self.measured} (planned {self.planned})")
-        held = "not counted on CPUs" if self.peak_bytes is None else format_bytes(self.peak_bytes)
-        lines.append(f"peak {held} (planned {format_bytes(self.planned_peak_bytes)})")
+        peak = "not counted on CPUs" if self.peak_bytes is None else format_bytes(self.peak_bytes)
+        lines.append(f"peak {peak} (planned {format_bytes(self.planned_peak_bytes)})")
         return "; ".join(lines)
 
 

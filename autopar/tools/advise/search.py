@@ -218,11 +218,11 @@ def _fastest(
     parameters = sum(parameter.numel() for parameter in _parameters(planning.source))
     tried: list[tuple[Degrees, float | str]] = []
     plans: dict[Degrees, Plan] = {}
-    fitting: set[Degrees] = set()  # in the first mode
+    fit_meshes: set[Degrees] = set()  # in the first mode
     degrees_of = [d for d in candidates if isinstance(d, Degrees)]
     for number, degrees in enumerate(degrees_of):
         mesh = replace(degrees, mode=MODES[0])
-        if mesh in fitting:
+        if mesh in fit_meshes:
             continue
         if progress is not None:
             progress(f"{tool.name}: {number + 1} of {len(degrees_of)}")
@@ -232,7 +232,7 @@ def _fastest(
         except (LayoutError, PlanError) as error:
             tried.append((degrees, str(error)))
             continue
-        fitting.add(mesh)
+        fit_meshes.add(mesh)
         tried.append((degrees, plans[degrees].step_seconds))
     if not plans:
         reasons = [why for _, why in tried] or [d for d in candidates if isinstance(d, str)]

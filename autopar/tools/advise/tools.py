@@ -114,8 +114,8 @@ def _megatron_bytes(degrees: Degrees, parameters: int) -> float:
     """Return the float32 gradients that every rank holds whole; with weights that a plan of autopar
     has as shards while blocks run again.
     """
-    held = 2 if degrees.recomputes and degrees.holders > 1 else 0
-    return float((_MAIN_GRADIENT_BYTES + held) * parameters)
+    shard_bytes = 2 if degrees.recomputes and degrees.holders > 1 else 0
+    return float((_MAIN_GRADIENT_BYTES + shard_bytes) * parameters)
 
 
 # -- accelerate and transformers -------------------------------------------------------------------

@@ -82,14 +82,14 @@ def layouts_figure(facts: Facts) -> Figure | None:
         text=_names_of_points(timed),
         hovertext=[f"{other.layout} on {other.mesh}" for other in timed],
         hovertemplate="%{hovertext}<br>%{y:.2f} ms, %{x:.2f} " + f"{unit}<extra></extra>",
-        mode="markers+text", textposition="top center", name="named layouts",
+        mode="markers+text", textposition="top center", cliponaxis=False, name="named layouts",
         marker={"size": 9, "color": "#888"},
     )  # fmt: skip
     figure.add_scatter(
         x=[plan.peak_bytes / unit_bytes], y=[plan.step_seconds * 1e3], text=[f"<b>{plan.mesh}</b>"],
         hovertemplate=f"the plan: {plan.layout} on {plan.mesh}<br>%{{y:.2f}} ms, %{{x:.2f}} {unit}"
         "<extra></extra>",
-        mode="markers+text", textposition="bottom center", name="the plan",
+        mode="markers+text", textposition="bottom center", cliponaxis=False, name="the plan",
         marker={"size": 14, "color": "#e45756", "symbol": "star"},
     )  # fmt: skip
     if plan.device_limit is not None and plan.device_limit < 2 * most:
@@ -171,13 +171,13 @@ def memory_figure(plan: Plan) -> Figure | None:
     """Return what a rank holds over the step by kind, communication being waited for."""
     if plan.context is None or plan.stage_starts:  # a rank holds its own stages alone
         return None
-    held = moments(plan.context.program, plan.optimizer, plan.context.world)
-    unit, unit_bytes = byte_unit(max(sum(moment[1:]) for moment in held))
+    memory = moments(plan.context.program, plan.optimizer, plan.context.world)
+    unit, unit_bytes = byte_unit(max(sum(moment[1:]) for moment in memory))
     figure = _figure(300, "ops of the step, forward and backward", unit)
     for kind, colour in zip(_KINDS, ("#4c78a8", "#b279a2", "#f58518", "#72b7b2", "#bab0ac")):
         figure.add_scatter(
-            x=[moment.op for moment in held],
-            y=[round(getattr(moment, kind) / unit_bytes, 5) for moment in held],
+            x=[moment.op for moment in memory],
+            y=[round(getattr(moment, kind) / unit_bytes, 5) for moment in memory],
             name=kind, stackgroup="held", line={"width": 0.5, "color": colour},
             hovertemplate=f"{kind}: %{{y:.3f}} {unit}<extra></extra>",
         )  # fmt: skip

@@ -53,15 +53,15 @@ def owners(name: str, layout: Layout) -> str:
     """Return a picture of a matrix with its blocks, each with the ranks that hold it."""
     ranks = layout.mesh.size
     rows, columns = _blocks(layout)
-    held: dict[tuple[int, int], list[int]] = defaultdict(list)
+    ranks_of: dict[tuple[int, int], list[int]] = defaultdict(list)
     for rank in range(ranks):
-        held[block_of(layout, rank)].append(rank)
+        ranks_of[block_of(layout, rank)].append(rank)
     drawn_rows, drawn_columns = min(rows, _MOST_BLOCKS), min(columns, _MOST_BLOCKS)
     width, height = _SIDE / drawn_columns, _SIDE / drawn_rows
     parts = []
     for row in range(drawn_rows):
         for column in range(drawn_columns):
-            who = held[(row * rows // drawn_rows, column * columns // drawn_columns)]
+            who = ranks_of[(row * rows // drawn_rows, column * columns // drawn_columns)]
             parts.append(_block(column * width, row * height, width, height, who, ranks))
     shape = "×".join(map(str, layout.shape))
     title = (
