@@ -24,7 +24,7 @@ from autopar.cost.pipeline import PipelineStep, StageSeconds, simulate_pipeline
 from autopar.cost.simulator import Timeline, timeline
 from autopar.cost.summary import compute_seconds_by_node
 from autopar.errors import LayoutError, PlanError
-from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, most_in_flight
+from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, most_in_flight, pipeline_of
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
@@ -57,8 +57,7 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     if requested.schedule not in (*SCHEDULES, "auto"):
         raise PlanError(
             f"{requested}: unknown schedule {requested.schedule!r}; there are "
-            f"{', '.join(SCHEDULES)} and auto. Zero bubble schedules, whose backwards run in two "
-            "parts, are not there yet"
+            f"{', '.join(SCHEDULES)} and auto"
         )
     if requested.schedule == "auto" and requested.rounds != 1:
         raise PlanError(f"{requested}: schedule 'auto' finds the rounds: leave them at 1")
@@ -312,7 +311,7 @@ def _runs(
     by_node = compute_seconds_by_node(full, plan.world)
     by_block = cutting.seconds_by_block(traced, by_node)
     if requested.schedule != "auto":
-        pipeline = Pipeline(count, requested.rounds)
+        pipeline = pipeline_of(requested.schedule, count, requested.rounds)
         starts = cutting.balance(by_block, pipeline.stages)
         return [run(requested.schedule, pipeline, starts)]
     runs = [run("1f1b", Pipeline(count), cutting.balance(by_block, count))]
