@@ -174,7 +174,7 @@ def memory_of_parts(
     of results that have rows those of all parts. `unreduced`: bytes of these gradients; None: those
     of this program. `weights`: bytes of gathered weights, which are there from part to part.
     """
-    results = _results_between(program)
+    results = results_between(program)
     part = replace(part, transient=part.transient + results, peak=part.peak + results)
     gradients = unreduced_bytes(program) if unreduced is None else unreduced
     return with_gradients(program, part, gradients, gradients, weights) if gradients else part
@@ -187,7 +187,7 @@ def with_gradients(
     backward ends with as many of its own, which are then added to them, and with no activations but
     `weights` that are gathered once.
     """
-    results = _results_between(program)
+    results = results_between(program)
     at_end = part.parameters + part.optimizer + results + 2 * total + weights
     if at_end > part.peak + more:
         part = replace(part, activations=weights, transient=results, in_flight=0.0)
@@ -195,7 +195,7 @@ def with_gradients(
     return replace(part, gradients=part.gradients + more, peak=part.peak + more)
 
 
-def _results_between(program: Program) -> float:
+def results_between(program: Program) -> float:
     """Return the bytes of the other parts' results."""
     others = part_count(program) - 1
     return others * _results_bytes(program) if others else 0.0

@@ -14,7 +14,9 @@ Which kernels run, and so what they save, is decided for the world's device (met
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +26,15 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import TorchDispatchMode, pytree
+from autopar.cost.halves import Holder, with_holds
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.meta_kernels import META, run_on_meta
-from autopar.cost.parts import memory_of_parts, with_gathered_weights
+from autopar.cost.parts import (
+    memory_of_parts,
+    results_between,
+    unreduced_bytes,
+    with_gathered_weights,
+)
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Input, Program
@@ -166,6 +174,56 @@ def peak_and_saved(
     return MemoryOfStep(memory, step.saved - step.weights, step.weights)
 
 
+class HalvesMemory(NamedTuple):
+    """What a rank holds of one micro-batch whose backward runs in two parts, in bytes besides
+    parameters, gradients that wait between micro-batches (`unreduced`), the optimizer's states and
+    `results` of other micro-batches: at most while the forward, the `first` part and the `rest`
+    run; what is `carried` from the first part to the rest.
+    """
+
+    forward: float
+    first: float
+    rest: float
+    carried: float
+    unreduced: float
+    results: float
+
+    def most(self, kind: str) -> float:
+        """Return the most that is held while an action of this kind runs."""
+        by_kind = {"F": self.forward, "I": self.first, "W": self.rest}
+        return by_kind.get(kind, max(self.first, self.rest))
+
+
+def peak_of_halves(
+    program: Program,
+    received: Sequence[str],
+    optimizer: Optimizer = "adamw",
+    world: World | None = None,
+) -> HalvesMemory:
+    """Return the memory of a micro-batch of an emitted program whose backward runs in two parts, of
+    which the first gives the gradients of what is `received`. So it holds operands and gradients of
+    every product with a weight until the rest runs (cost/halves.py says of which ops).
+    """
+    assert program.plan is not None
+    backend, on_gpu = "", False
+    if world is not None:
+        backend, on_gpu = world.backend, world.device.name != "cpu"
+    plan = program.plan
+    keeps = plan.gathers_once and plan.microbatches > 1
+    step_program = with_gathered_weights(program) if keeps else program
+    waiting = unreduced_bytes(program)
+    results = results_between(program)
+    with _use_simulator(_Shapes(backend)):
+        step = _Step(step_program, optimizer, on_gpu)
+        if not any(e.node in received and e.trainable for e in program.signature.inputs):
+            memory = step.run()
+            gradients = memory.gradients if memory.gradients else 0.0
+            own = memory.activations + memory.transient + gradients - step.weights
+            saved = step.saved - step.weights
+            return HalvesMemory(saved, saved, own, saved, waiting, results)
+        return step.run_halves(received, waiting)._replace(results=results)
+
+
 def run_step(
     program: Program, optimizer: Optimizer, world: World, recorder: LifetimeRecorder
 ) -> None:
@@ -243,7 +301,7 @@ class _Step:
             more = outputs[own:]
             own_lives = {id(life): life for life in map(self.recorder.note, more)}
             self.weights = float(sum(life.size for life in own_lives.values()))
-            self.recorder.run_backward(outputs)
+            self.recorder.run_backward(outputs[:own])
         gradients = [self.recorder.note(t.grad) for t in tensors.values() if t.grad is not None]
         self._kinds = {id(x): "parameters" for x in parameters}
         self._forward_end = forward_end
@@ -251,6 +309,68 @@ class _Step:
         self.moments = self._moments(most) if most else []
         self.saved = self._sizes(forward_end)["activations"]
         return self._memory()
+
+    def run_halves(self, received: Sequence[str], unreduced: float) -> HalvesMemory:
+        """Return the memory of a forward and of a backward in two parts. `unreduced`: bytes of the
+        gradients of one micro-batch, as they wait for the others.
+        """
+        entries = self.program.signature.inputs
+        tensors = {e.node: self._local_tensor(e) for e in entries}
+        for tensor in tensors.values():
+            self.recorder.note(tensor)
+        stored = ("parameter", "buffer", "constant")
+        outside = {
+            id(self.recorder.note(tensors[e.node])) for e in entries if e.kind in stored
+        }
+        holder = Holder()
+        module = run_on_meta(self.program.module, self.on_gpu)
+        module = with_holds(self.program, module, holder)
+        with self.recorder:
+            outputs = self.recorder.run_forward(
+                module, [self._graph_argument(e, tensors) for e in entries]
+            )
+            forward_end = self.recorder.moment
+            own = sum(output.node is not None for output in self.program.signature.outputs)
+            outside |= {id(life) for life in map(self.recorder.note, outputs[own:])}
+            roots = _roots_of_backward(outputs[:own])
+            starts = [torch.ones_like(root) for root in roots]
+            borders = [tensors[name] for name in received if tensors[name].requires_grad]
+            kept = outputs[own:]
+            del outputs
+            found = torch.autograd.grad(roots, borders, starts, allow_unused=True)
+            first_end = self.recorder.moment
+            del roots, starts
+        sizes = {
+            id(life): life.size
+            for products in holder.products
+            for life in map(self.recorder.note, products.tensors)
+            if id(life) not in outside
+        }
+        lives = [
+            [id(self.recorder.note(x)) for x in products.tensors] for products in holder.products
+        ]
+        del found, kept
+        carried = float(sum(sizes.values()))
+        whole = sum(products.gradient_bytes for products in holder.products)
+        share = min(1.0, unreduced / whole) if whole and unreduced else 1.0
+        left, live, rest = Counter(key for own_lives in lives for key in own_lives), carried, carried
+        for products, own_lives in zip(holder.products, lives, strict=True):
+            rest = max(rest, live + products.gradient_bytes)
+            live += products.gradient_bytes * share
+            left.subtract(own_lives)
+            live -= sum(sizes.pop(key, 0.0) for key in set(own_lives) if not left[key])
+
+        def highest_between(first: int, last: int) -> float:
+            lifetimes = [
+                dataclasses.replace(life, born=max(life.born, first), died=min(life.died, last + 1))
+                for life in self.recorder.lifetimes
+                if id(life) not in outside and life.born <= last and life.died > first
+            ]
+            return float(highest(lifetimes)[1])
+
+        forward = highest_between(0, forward_end)
+        first = highest_between(forward_end + 1, first_end)
+        return HalvesMemory(forward, first, max(rest, live), carried, unreduced, 0.0)
 
     def _local_tensor(self, entry: Input) -> Tensor:
         """Return the tensor of an input, in its local shape."""
@@ -355,9 +475,12 @@ def _backward(outputs: Sequence[Any]) -> None:
     """Run the backward from the loss, the first scalar output. A model without one gets a gradient
     of ones for each differentiable output.
     """
+    roots = _roots_of_backward(outputs)
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _roots_of_backward(outputs: Sequence[Any]) -> list[Tensor]:
     differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
     scalars = [o for o in differentiable if o.dim() == 0]
-    if scalars:
-        scalars[0].backward()
-    elif differentiable:
-        torch.autograd.backward(differentiable, [torch.ones_like(o) for o in differentiable])
+    return scalars[:1] or differentiable

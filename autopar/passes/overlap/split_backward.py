@@ -39,6 +39,8 @@ def split(backward: fx.Graph, places: Collection[int]) -> Halves:
     """Return the halves of a backward. `places`: of the gradients, among its results, that another
     stage waits for.
     """
+    backward = copy_graph(backward)
+    erase_unused(backward)
     (results,) = backward.output_node().args
     assert isinstance(results, tuple | list)
     wanted = [x for place, x in enumerate(results) if place in places and isinstance(x, fx.Node)]
