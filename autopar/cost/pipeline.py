@@ -34,6 +34,14 @@ class StageSeconds(NamedTuple):
     inputs: float = 0.0
     weights: float = 0.0
 
+    def recomputing(self, seconds: float) -> StageSeconds:
+        """Return those of a stage whose backward takes so much longer, for what runs again in it:
+        in its first part, if that computes anything.
+        """
+        if not self.inputs:
+            return self._replace(backward=self.backward + seconds, weights=self.weights + seconds)
+        return self._replace(backward=self.backward + seconds, inputs=self.inputs + seconds)
+
     def of(self, action: Action) -> float:
         """Return the seconds of an action of this stage, but for what comes once a step."""
         by_kind = {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}
