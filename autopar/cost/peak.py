@@ -31,9 +31,11 @@ from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.meta_kernels import META, run_on_meta
 from autopar.cost.parts import (
     memory_of_parts,
+    part_count,
     results_between,
     unreduced_bytes,
     with_gathered_weights,
+    with_results,
 )
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
@@ -104,6 +106,7 @@ class _Shapes:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._sizes: dict[str, int] = {}
+        self.sums_in_place = False  # as a derived graph does where it may
 
     def send(self, to: int, x: Tensor) -> None:
         """Raise: the graph of a stage sends nothing to other stages itself."""
@@ -130,6 +133,8 @@ class _Shapes:
                 del sent
                 return received.unflatten(0, (size, -1)).sum(0, dtype=x.dtype)
             return sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
+        if kind.startswith("all-reduce") and self.sums_in_place:
+            return sent
         return torch.empty_like(sent)
 
 
@@ -147,14 +152,21 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
 
 
 class MemoryOfStep(NamedTuple):
-    """The memory of a step, and the bytes that a rank holds between the forward and the backward of
-    a micro-batch besides parameters, gradients and the optimizer's states: `saved` by each
+    """The memory of a step while forwards and backwards run (`passes`) and while the optimizer
+    steps (`stepping`); and the bytes that a rank holds between the forward and the backward of a
+    micro-batch besides parameters, gradients and the optimizer's states: `saved` by each
     micro-batch, and `weights` by all of a step together, the weights that are gathered once.
     """
 
-    memory: Memory
+    passes: Memory
+    stepping: Memory
     saved: float
     weights: float
+
+    @property
+    def memory(self) -> Memory:
+        """The memory at the peak of the step."""
+        return max(self.passes, self.stepping, key=lambda memory: memory.peak)
 
 
 def peak_and_saved(
@@ -169,9 +181,10 @@ def peak_and_saved(
     step_program = with_gathered_weights(program) if keeps else program
     with _use_simulator(_Shapes(backend)):
         step = _Step(step_program, optimizer, on_gpu)
-        memory = step.run()
-    memory = memory_of_parts(program, memory, weights=step.weights)
-    return MemoryOfStep(memory, step.saved - step.weights, step.weights)
+        step.run()
+    passes = memory_of_parts(program, step.passes, weights=step.weights)
+    stepping = with_results(program, step.stepping)
+    return MemoryOfStep(passes, stepping, step.saved - step.weights, step.weights)
 
 
 class HalvesMemory(NamedTuple):
@@ -216,10 +229,9 @@ def peak_of_halves(
     with _use_simulator(_Shapes(backend)):
         step = _Step(step_program, optimizer, on_gpu)
         if not any(e.node in received and e.trainable for e in program.signature.inputs):
-            memory = step.run()
-            gradients = memory.gradients if memory.gradients else 0.0
-            own = memory.activations + memory.transient + gradients - step.weights
-            saved = step.saved - step.weights
+            step.run()
+            memory, saved = step.passes, step.saved - step.weights
+            own = memory.activations + memory.transient + memory.gradients - step.weights
             return HalvesMemory(saved, saved, own, saved, waiting, results)
         return step.run_halves(received, waiting)._replace(results=results)
 
@@ -279,11 +291,12 @@ class _Step:
         self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
         self.recorder = LifetimeRecorder() if recorder is None else recorder
         self.moments: list[Moment] = []
+        self.passes = self.stepping = Memory(0, 0, 0, 0, 0, 0)  # of `run`
         self.saved = 0.0  # bytes that are held between forward and backward
         self.weights = 0.0  # and of these, those of results that the step's program does not have
 
-    def run(self, most: int = 0) -> Memory:
-        """Return the memory at the peak of the step; leave about `most` of its `moments`."""
+    def run(self, most: int = 0) -> None:
+        """Run the step; leave its figures, and about `most` of its `moments`."""
         entries = self.program.signature.inputs
         tensors = {e.node: self._local_tensor(e) for e in entries}
         stored_names = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
@@ -301,6 +314,9 @@ class _Step:
             more = outputs[own:]
             own_lives = {id(life): life for life in map(self.recorder.note, more)}
             self.weights = float(sum(life.size for life in own_lives.values()))
+            if part_count(self.program) > 1 and isinstance(comm.simulator, _Shapes):
+                # of micro-batches the last alone sums, in place: see passes/overlap/accumulation.py
+                comm.simulator.sums_in_place = True
             self.recorder.run_backward(outputs[:own])
         gradients = [self.recorder.note(t.grad) for t in tensors.values() if t.grad is not None]
         self._kinds = {id(x): "parameters" for x in parameters}
@@ -308,7 +324,7 @@ class _Step:
         self._kinds |= {id(x): "gradients" for x in gradients}
         self.moments = self._moments(most) if most else []
         self.saved = self._sizes(forward_end)["activations"]
-        return self._memory()
+        self.passes, self.stepping = self._passes(), self._stepping()  # while tensors are there
 
     def run_halves(self, received: Sequence[str], unreduced: float) -> HalvesMemory:
         """Return the memory of a forward and of a backward in two parts. `unreduced`: bytes of the
@@ -422,23 +438,24 @@ class _Step:
                 sizes[kind] += life.size
         return sizes
 
-    def _memory(self) -> Memory:
-        """Return the peak and what it consists of: parameters, gradients, activations, optimizer
-        states, and transient memory.
+    def _passes(self) -> Memory:
+        """Return the peak while forward and backward run, and what it consists of: parameters,
+        gradients, activations, optimizer states, and transient memory.
         """
-        states, step_extra = self._states()
         moment, peak_bytes = highest(self.recorder.lifetimes)
+        return self._memory(moment, float(peak_bytes))
+
+    def _stepping(self) -> Memory:
+        """Return what is held while the optimizer steps, weights that were gathered once apart."""
         end = self.recorder.moment + 1
         remaining = sum(life.size for life in self.recorder.lifetimes if life.died > end)
-        if remaining + step_extra > peak_bytes:
-            moment, peak_bytes = end, int(remaining + step_extra)
+        return self._memory(end, remaining + self._states()[1])
+
+    def _memory(self, moment: int, held_bytes: float) -> Memory:
+        states, _ = self._states()
         sizes = self._sizes(moment)
-        sizes["transient"] = float(peak_bytes - sum(sizes.values()) + sizes["transient"])
-        return Memory(
-            **sizes,
-            optimizer=states,
-            peak=float(peak_bytes + states),
-        )
+        sizes["transient"] = held_bytes - sum(sizes.values()) + sizes["transient"]
+        return Memory(**sizes, optimizer=states, peak=held_bytes + states)
 
     def _states(self) -> tuple[float, float]:
         """Return the bytes of the optimizer's states, and the bytes that its step allocates for a

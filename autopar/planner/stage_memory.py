@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -54,7 +54,7 @@ def memory_of_rank(
         return _memory_in_halves(by_stage, halves, actions)
     own_stages = pipeline.stages_of(rank)
     always = {
-        kind: math.fsum(getattr(by_stage[number].memory, kind) for number in own_stages)
+        kind: math.fsum(getattr(by_stage[number].passes, kind) for number in own_stages)
         for kind in ("parameters", "gradients", "optimizer")
     }
     weights = math.fsum(by_stage[number].weights for number in own_stages)
@@ -64,20 +64,29 @@ def memory_of_rank(
         flying[action.stage] -= action.kind == "B"
         own = by_stage[action.stage]
         flying_bytes = math.fsum(n * by_stage[number].saved for number, n in flying.items())
-        activations = own.memory.activations + weights - own.weights + flying_bytes
+        activations = own.passes.activations + weights - own.weights + flying_bytes
         total = math.fsum(always.values()) + activations
-        total += own.memory.transient + own.memory.in_flight
+        total += own.passes.transient + own.passes.in_flight
         flying[action.stage] += action.kind == "F"
         if most is None or total > most.peak:
             most = Memory(
                 **always,
                 activations=activations,
-                transient=own.memory.transient,
-                in_flight=own.memory.in_flight,
+                transient=own.passes.transient,
+                in_flight=own.passes.in_flight,
                 peak=total,
             )
     assert most is not None
-    return most
+    return max(most, _stepping(by_stage.values()), key=lambda memory: memory.peak)
+
+
+def _stepping(stages: Collection[MemoryOfStep]) -> Memory:
+    """Return what a rank holds while the optimizer steps its stages' parameters."""
+    each = [stage.stepping for stage in stages]
+    largest = max(memory.transient for memory in each)
+    kinds = ("parameters", "gradients", "optimizer", "activations", "in_flight")
+    sums = {kind: math.fsum(getattr(memory, kind) for memory in each) for kind in kinds}
+    return Memory(**sums, transient=largest, peak=math.fsum(sums.values()) + largest)
 
 
 def _memory_in_halves(
@@ -89,9 +98,9 @@ def _memory_in_halves(
     its forward saved until the first part, and then what that carries over until the rest.
     """
     always = {
-        "parameters": math.fsum(own.memory.parameters for own in by_stage.values()),
+        "parameters": math.fsum(own.passes.parameters for own in by_stage.values()),
         "gradients": math.fsum(own.unreduced for own in halves.values()),
-        "optimizer": math.fsum(own.memory.optimizer for own in by_stage.values()),
+        "optimizer": math.fsum(own.passes.optimizer for own in by_stage.values()),
     }
     there = math.fsum(own.weights for own in by_stage.values())
     there += math.fsum(own.results for own in halves.values())
@@ -114,7 +123,7 @@ def _memory_in_halves(
         for kind in ("F", "I"):
             own[kind] += action.kind == kind
     assert most is not None
-    return most
+    return max(most, _stepping(by_stage.values()), key=lambda memory: memory.peak)
 
 
 class StageMemory:
