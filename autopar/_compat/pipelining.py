@@ -13,14 +13,26 @@ def pipeline_actions(
     ("F" or "B", stage, micro-batch); "I" and "W" are the parts of a backward that a schedule runs
     apart. `rounds`: stages of a rank. Raises ValueError and AssertionError as torch does.
     """
-    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # a second
+    from unittest import mock
 
-    stages = rounds if rounds > 1 else None
-    found: Any = get_schedule_ops(schedule, ranks, microbatches, num_stages_per_rank=stages)
-    return [[leaf for action in own if action for leaf in _leaves(action)] for own in found]
+    from torch.distributed.pipelining import schedules  # a second
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    stage = mock.create_autospec(PipelineStage, instance=True)
+    stage.group_rank, stage.group_size, stage.num_stages = 0, ranks, ranks * rounds
+    stage.submod = None
+    made: Any = schedules.get_schedule_class(schedule)
+    single = issubclass(made, schedules.PipelineScheduleSingle)
+    # sends are not asked for, and zero bubble schedules take seconds to list theirs
+    runtime: Any = schedules._PipelineScheduleRuntime
+    with mock.patch.object(runtime, "_prepare_schedule_with_comms", create=True):
+        order = made(stage if single else [stage] * rounds, microbatches).pipeline_order
+    return [[leaf for action in order[rank] for leaf in _leaves(action)] for rank in range(ranks)]
 
 
 def _leaves(action: Any) -> Iterator[tuple[Any, int, int]]:
+    if action is None:  # a moment in which the rank waits
+        return
     if action.sub_actions is not None:
         for each in action.sub_actions:
             yield from _leaves(each)

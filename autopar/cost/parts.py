@@ -170,14 +170,20 @@ def part_count(program: Program) -> int:
 def memory_of_parts(
     program: Program, part: Memory, unreduced: float | None = None, weights: float = 0.0
 ) -> Memory:
-    """Return the memory of a step, of that of one part: between parts a rank holds gradients, and
-    of results that have rows those of all parts. `unreduced`: bytes of these gradients; None: those
-    of this program. `weights`: bytes of gathered weights, which are there from part to part.
+    """Return the memory of a step, before the optimizer's, of that of one part: between parts a
+    rank holds gradients, and of results that have rows those of all parts. `unreduced`: bytes of
+    these gradients; None: those of this program. `weights`: bytes of gathered weights, which are
+    there from part to part.
     """
-    results = _results_between(program)
-    part = replace(part, transient=part.transient + results, peak=part.peak + results)
+    part = with_results(program, part)
     gradients = unreduced_bytes(program) if unreduced is None else unreduced
     return with_gradients(program, part, gradients, gradients, weights) if gradients else part
+
+
+def with_results(program: Program, part: Memory) -> Memory:
+    """Return the memory of a part with the results of the other parts besides."""
+    results = results_between(program)
+    return replace(part, transient=part.transient + results, peak=part.peak + results)
 
 
 def with_gradients(
@@ -187,7 +193,7 @@ def with_gradients(
     backward ends with as many of its own, which are then added to them, and with no activations but
     `weights` that are gathered once.
     """
-    results = _results_between(program)
+    results = results_between(program)
     at_end = part.parameters + part.optimizer + results + 2 * total + weights
     if at_end > part.peak + more:
         part = replace(part, activations=weights, transient=results, in_flight=0.0)
@@ -195,8 +201,8 @@ def with_gradients(
     return replace(part, gradients=part.gradients + more, peak=part.peak + more)
 
 
-def _results_between(program: Program) -> float:
-    """Return the bytes of the other parts' results."""
+def results_between(program: Program) -> float:
+    """Return the bytes of the other parts' results, which a rank holds until the step is done."""
     others = part_count(program) - 1
     return others * _results_bytes(program) if others else 0.0
 

@@ -14,7 +14,9 @@ Which kernels run, and so what they save, is decided for the world's device (met
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +26,17 @@ import torch
 from torch import Tensor, fx
 
 from autopar._compat import TorchDispatchMode, pytree
+from autopar.cost.halves import Holder, with_holds
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.meta_kernels import META, run_on_meta
-from autopar.cost.parts import memory_of_parts, with_gathered_weights
+from autopar.cost.parts import (
+    memory_of_parts,
+    part_count,
+    results_between,
+    unreduced_bytes,
+    with_gathered_weights,
+    with_results,
+)
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Input, Program
@@ -96,6 +106,7 @@ class _Shapes:
     def __init__(self, backend: str) -> None:
         self._backend = backend
         self._sizes: dict[str, int] = {}
+        self.sums_in_place = False  # as a derived graph does where it may
 
     def send(self, to: int, x: Tensor) -> None:
         """Raise: the graph of a stage sends nothing to other stages itself."""
@@ -122,6 +133,8 @@ class _Shapes:
                 del sent
                 return received.unflatten(0, (size, -1)).sum(0, dtype=x.dtype)
             return sent.new_empty((sent.shape[0] // size, *sent.shape[1:]))
+        if kind.startswith("all-reduce") and self.sums_in_place:
+            return sent
         return torch.empty_like(sent)
 
 
@@ -139,14 +152,21 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
 
 
 class MemoryOfStep(NamedTuple):
-    """The memory of a step, and the bytes that a rank holds between the forward and the backward of
-    a micro-batch besides parameters, gradients and the optimizer's states: `saved` by each
+    """The memory of a step while forwards and backwards run (`passes`) and while the optimizer
+    steps (`stepping`); and the bytes that a rank holds between the forward and the backward of a
+    micro-batch besides parameters, gradients and the optimizer's states: `saved` by each
     micro-batch, and `weights` by all of a step together, the weights that are gathered once.
     """
 
-    memory: Memory
+    passes: Memory
+    stepping: Memory
     saved: float
     weights: float
+
+    @property
+    def memory(self) -> Memory:
+        """The memory at the peak of the step."""
+        return max(self.passes, self.stepping, key=lambda memory: memory.peak)
 
 
 def peak_and_saved(
@@ -161,9 +181,59 @@ def peak_and_saved(
     step_program = with_gathered_weights(program) if keeps else program
     with _use_simulator(_Shapes(backend)):
         step = _Step(step_program, optimizer, on_gpu)
-        memory = step.run()
-    memory = memory_of_parts(program, memory, weights=step.weights)
-    return MemoryOfStep(memory, step.saved - step.weights, step.weights)
+        step.run()
+    passes = memory_of_parts(program, step.passes, weights=step.weights)
+    stepping = with_results(program, step.stepping)
+    return MemoryOfStep(passes, stepping, step.saved - step.weights, step.weights)
+
+
+class HalvesMemory(NamedTuple):
+    """What a rank holds of one micro-batch whose backward runs in two parts, in bytes besides
+    parameters, gradients that wait between micro-batches (`unreduced`), the optimizer's states and
+    `results` of other micro-batches: at most while the forward, the `first` part and the `rest`
+    run; what is `carried` from the first part to the rest.
+    """
+
+    forward: float
+    first: float
+    rest: float
+    carried: float
+    unreduced: float
+    results: float
+
+    def most(self, kind: str) -> float:
+        """Return the most that is held while an action of this kind runs."""
+        by_kind = {"F": self.forward, "I": self.first, "W": self.rest}
+        return by_kind.get(kind, max(self.first, self.rest))
+
+
+def peak_of_halves(
+    program: Program,
+    received: Sequence[str],
+    optimizer: Optimizer = "adamw",
+    world: World | None = None,
+) -> HalvesMemory:
+    """Return the memory of a micro-batch of an emitted program whose backward runs in two parts, of
+    which the first gives the gradients of what is `received`. So it holds operands and gradients of
+    every product with a weight until the rest runs (cost/halves.py says of which ops).
+    """
+    assert program.plan is not None
+    backend, on_gpu = "", False
+    if world is not None:
+        backend, on_gpu = world.backend, world.device.name != "cpu"
+    plan = program.plan
+    keeps = plan.gathers_once and plan.microbatches > 1
+    step_program = with_gathered_weights(program) if keeps else program
+    waiting = unreduced_bytes(program)
+    results = results_between(program)
+    with _use_simulator(_Shapes(backend)):
+        step = _Step(step_program, optimizer, on_gpu)
+        if not any(e.node in received and e.trainable for e in program.signature.inputs):
+            step.run()
+            memory, saved = step.passes, step.saved - step.weights
+            own = memory.activations + memory.transient + memory.gradients - step.weights
+            return HalvesMemory(saved, saved, own, saved, waiting, results)
+        return step.run_halves(received, waiting)._replace(results=results)
 
 
 def run_step(
@@ -221,11 +291,12 @@ class _Step:
         self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
         self.recorder = LifetimeRecorder() if recorder is None else recorder
         self.moments: list[Moment] = []
+        self.passes = self.stepping = Memory(0, 0, 0, 0, 0, 0)  # of `run`
         self.saved = 0.0  # bytes that are held between forward and backward
         self.weights = 0.0  # and of these, those of results that the step's program does not have
 
-    def run(self, most: int = 0) -> Memory:
-        """Return the memory at the peak of the step; leave about `most` of its `moments`."""
+    def run(self, most: int = 0) -> None:
+        """Run the step; leave its figures, and about `most` of its `moments`."""
         entries = self.program.signature.inputs
         tensors = {e.node: self._local_tensor(e) for e in entries}
         stored_names = {e.node for e in entries if e.kind in ("parameter", "buffer", "constant")}
@@ -243,14 +314,79 @@ class _Step:
             more = outputs[own:]
             own_lives = {id(life): life for life in map(self.recorder.note, more)}
             self.weights = float(sum(life.size for life in own_lives.values()))
-            self.recorder.run_backward(outputs)
+            if part_count(self.program) > 1 and isinstance(comm.simulator, _Shapes):
+                # of micro-batches the last alone sums, in place: see passes/overlap/accumulation.py
+                comm.simulator.sums_in_place = True
+            self.recorder.run_backward(outputs[:own])
         gradients = [self.recorder.note(t.grad) for t in tensors.values() if t.grad is not None]
         self._kinds = {id(x): "parameters" for x in parameters}
         self._forward_end = forward_end
         self._kinds |= {id(x): "gradients" for x in gradients}
         self.moments = self._moments(most) if most else []
         self.saved = self._sizes(forward_end)["activations"]
-        return self._memory()
+        self.passes, self.stepping = self._passes(), self._stepping()  # while tensors are there
+
+    def run_halves(self, received: Sequence[str], unreduced: float) -> HalvesMemory:
+        """Return the memory of a forward and of a backward in two parts. `unreduced`: bytes of the
+        gradients of one micro-batch, as they wait for the others.
+        """
+        entries = self.program.signature.inputs
+        tensors = {e.node: self._local_tensor(e) for e in entries}
+        for tensor in tensors.values():
+            self.recorder.note(tensor)
+        stored = ("parameter", "buffer", "constant")
+        outside = {
+            id(self.recorder.note(tensors[e.node])) for e in entries if e.kind in stored
+        }
+        holder = Holder()
+        module = run_on_meta(self.program.module, self.on_gpu)
+        module = with_holds(self.program, module, holder)
+        with self.recorder:
+            outputs = self.recorder.run_forward(
+                module, [self._graph_argument(e, tensors) for e in entries]
+            )
+            forward_end = self.recorder.moment
+            own = sum(output.node is not None for output in self.program.signature.outputs)
+            outside |= {id(life) for life in map(self.recorder.note, outputs[own:])}
+            roots = _roots_of_backward(outputs[:own])
+            starts = [torch.ones_like(root) for root in roots]
+            borders = [tensors[name] for name in received if tensors[name].requires_grad]
+            kept = outputs[own:]
+            del outputs
+            found = torch.autograd.grad(roots, borders, starts, allow_unused=True)
+            first_end = self.recorder.moment
+            del roots, starts
+        sizes = {
+            id(life): life.size
+            for products in holder.products
+            for life in map(self.recorder.note, products.tensors)
+            if id(life) not in outside
+        }
+        lives = [
+            [id(self.recorder.note(x)) for x in products.tensors] for products in holder.products
+        ]
+        del found, kept
+        carried = float(sum(sizes.values()))
+        whole = sum(products.gradient_bytes for products in holder.products)
+        share = min(1.0, unreduced / whole) if whole and unreduced else 1.0
+        left, live, rest = Counter(key for own_lives in lives for key in own_lives), carried, carried
+        for products, own_lives in zip(holder.products, lives, strict=True):
+            rest = max(rest, live + products.gradient_bytes)
+            live += products.gradient_bytes * share
+            left.subtract(own_lives)
+            live -= sum(sizes.pop(key, 0.0) for key in set(own_lives) if not left[key])
+
+        def highest_between(first: int, last: int) -> float:
+            lifetimes = [
+                dataclasses.replace(life, born=max(life.born, first), died=min(life.died, last + 1))
+                for life in self.recorder.lifetimes
+                if id(life) not in outside and life.born <= last and life.died > first
+            ]
+            return float(highest(lifetimes)[1])
+
+        forward = highest_between(0, forward_end)
+        first = highest_between(forward_end + 1, first_end)
+        return HalvesMemory(forward, first, max(rest, live), carried, unreduced, 0.0)
 
     def _local_tensor(self, entry: Input) -> Tensor:
         """Return the tensor of an input, in its local shape."""
@@ -302,23 +438,24 @@ class _Step:
                 sizes[kind] += life.size
         return sizes
 
-    def _memory(self) -> Memory:
-        """Return the peak and what it consists of: parameters, gradients, activations, optimizer
-        states, and transient memory.
+    def _passes(self) -> Memory:
+        """Return the peak while forward and backward run, and what it consists of: parameters,
+        gradients, activations, optimizer states, and transient memory.
         """
-        states, step_extra = self._states()
         moment, peak_bytes = highest(self.recorder.lifetimes)
+        return self._memory(moment, float(peak_bytes))
+
+    def _stepping(self) -> Memory:
+        """Return what is held while the optimizer steps, weights that were gathered once apart."""
         end = self.recorder.moment + 1
         remaining = sum(life.size for life in self.recorder.lifetimes if life.died > end)
-        if remaining + step_extra > peak_bytes:
-            moment, peak_bytes = end, int(remaining + step_extra)
+        return self._memory(end, remaining + self._states()[1])
+
+    def _memory(self, moment: int, held_bytes: float) -> Memory:
+        states, _ = self._states()
         sizes = self._sizes(moment)
-        sizes["transient"] = float(peak_bytes - sum(sizes.values()) + sizes["transient"])
-        return Memory(
-            **sizes,
-            optimizer=states,
-            peak=float(peak_bytes + states),
-        )
+        sizes["transient"] = held_bytes - sum(sizes.values()) + sizes["transient"]
+        return Memory(**sizes, optimizer=states, peak=held_bytes + states)
 
     def _states(self) -> tuple[float, float]:
         """Return the bytes of the optimizer's states, and the bytes that its step allocates for a
@@ -355,9 +492,12 @@ def _backward(outputs: Sequence[Any]) -> None:
     """Run the backward from the loss, the first scalar output. A model without one gets a gradient
     of ones for each differentiable output.
     """
+    roots = _roots_of_backward(outputs)
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def _roots_of_backward(outputs: Sequence[Any]) -> list[Tensor]:
     differentiable = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad]
     scalars = [o for o in differentiable if o.dim() == 0]
-    if scalars:
-        scalars[0].backward()
-    elif differentiable:
-        torch.autograd.backward(differentiable, [torch.ones_like(o) for o in differentiable])
+    return scalars[:1] or differentiable

@@ -18,8 +18,12 @@ from autopar.ir.pipeline_schedule import Action, Pipeline
 
 class StageSeconds(NamedTuple):
     """Seconds of one stage: of one micro-batch forward and backward, of what comes once at the end
-    of a step (sums of gradients, the optimizer), of sending a border tensor to the next stage, and
-    of what comes once in the first forward (weights that are gathered once a step).
+    of a step (sums of gradients, the optimizer), of sending a border tensor to the next stage, of
+    what comes once in the first forward (weights that are gathered once a step), and of a backward
+    that runs in two parts: for what the stage received (`inputs`), and for its `weights`.
+
+    >>> StageSeconds(1.0, 2.0, inputs=1.0, weights=1.0).of(Action("W", 3, 0))
+    1.0
     """
 
     forward: float
@@ -27,6 +31,21 @@ class StageSeconds(NamedTuple):
     end: float = 0.0
     send: float = 0.0
     start: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+
+    def recomputing(self, seconds: float) -> StageSeconds:
+        """Return those of a stage whose backward takes so much longer, for what runs again in it:
+        in its first part, if that computes anything.
+        """
+        if not self.inputs:
+            return self._replace(backward=self.backward + seconds, weights=self.weights + seconds)
+        return self._replace(backward=self.backward + seconds, inputs=self.inputs + seconds)
+
+    def of(self, action: Action) -> float:
+        """Return the seconds of an action of this stage, but for what comes once a step."""
+        by_kind = {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}
+        return by_kind[action.kind]
 
 
 class PipelineSpan(NamedTuple):
@@ -88,11 +107,11 @@ def simulate_pipeline(
                 start = clocks[rank]
                 if needs is not None:
                     start = max(start, ends[needs] + stages[min(needs.stage, action.stage)].send)
-                took = seconds.forward if action.kind == "F" else seconds.backward
+                took = seconds.of(action)
                 if action.kind == "F" and action.stage not in begun:
                     took += seconds.start
                     begun.add(action.stage)
-                clocks[rank] = ends[action] = start + took
+                clocks[rank] = ends[action.result] = start + took
                 spans.append(PipelineSpan(rank, action, start, start + took))
                 places[rank] += 1
                 going = True

@@ -22,7 +22,7 @@ from autopar.errors import PlanError
 from autopar.ir import plan_file, plan_view
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.pipeline_schedule import Pipeline
+from autopar.ir.pipeline_schedule import Pipeline, pipeline_of
 from autopar.ir.plan_file import digest, write
 from autopar.ir.plan_table import Collective, Memory, Padding, Row, blocks_text
 from autopar.world import World, json_file
@@ -179,7 +179,8 @@ class Plan(Decision, Figures, Origin):
     @property
     def pipeline(self) -> Pipeline:
         """How the stages lie on ranks; of one rank without stages."""
-        return Pipeline((len(self.stage_starts) + 1) // self.rounds, self.rounds)
+        ranks = (len(self.stage_starts) + 1) // self.rounds
+        return pipeline_of(self.schedule, ranks, self.rounds) if self.schedule else Pipeline(ranks)
 
     @property
     def measured(self) -> bool:

@@ -21,10 +21,18 @@ from torch import fx
 
 from autopar.cost.memory import Budget, text_of
 from autopar.cost.pipeline import PipelineStep, StageSeconds, simulate_pipeline
-from autopar.cost.simulator import Timeline, timeline
+from autopar.cost.simulator import Timeline, halves_of_backward, timeline
 from autopar.cost.summary import compute_seconds_by_node
 from autopar.errors import LayoutError, PlanError
-from autopar.ir.pipeline_schedule import SCHEDULES, Action, Pipeline, actions, most_in_flight
+from autopar.ir.pipeline_schedule import (
+    SCHEDULES,
+    Action,
+    Pipeline,
+    actions,
+    most_in_flight,
+    pipeline_of,
+    runs_in_halves,
+)
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
@@ -32,10 +40,11 @@ from autopar.passes import stages as cutting
 from autopar.passes.stages import Stage
 from autopar.planner.ladders import Rematerialized
 from autopar.planner.request import PlanRequest, Stages
-from autopar.planner.stage_memory import StageMemory, join_rungs, memory_of_rank, rungs_of_ranks
+from autopar.planner.stage_memory import StageMemory, join_rungs, rungs_of_ranks
 from autopar.world import World
 
-_ROUNDS = (2, 4)  # stages of a rank that "auto" tries besides one
+# The schedules that "auto" tries, by the stages of a rank.
+_BY_ROUNDS = {1: ("1f1b", "zero-bubble"), 2: ("interleaved", "zero-bubble", "zbv"), 4: ("interleaved",)}
 
 _TRIES = 3  # plans of one stage, until the pipeline fits
 _MORE = 1.1  # of the bytes that a rank has too many, to take off the next plan
@@ -57,8 +66,7 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     if requested.schedule not in (*SCHEDULES, "auto"):
         raise PlanError(
             f"{requested}: unknown schedule {requested.schedule!r}; there are "
-            f"{', '.join(SCHEDULES)} and auto. Zero bubble schedules, whose backwards run in two "
-            "parts, are not there yet"
+            f"{', '.join(SCHEDULES)} and auto"
         )
     if requested.schedule == "auto" and requested.rounds != 1:
         raise PlanError(f"{requested}: schedule 'auto' finds the rounds: leave them at 1")
@@ -67,6 +75,8 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     assert requested.count != "auto"  # division_search.py has found it
     if requested.count < 2 or requested.rounds < 1:
         raise LayoutError(f"{requested}: a pipeline has 2 or more ranks, and each 1 or more stages")
+    if requested.schedule != "auto":
+        pipeline_of(requested.schedule, requested.count, requested.rounds)
     budget = request.budget
     if budget is not None and budget.memory_bytes is not None:
         budget = dataclasses.replace(budget, memory_bytes=budget.memory_bytes * requested.count)
@@ -75,13 +85,19 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
 
 
 def require_parts(request: PlanRequest) -> None:
-    """Raise PlanError where a step in stages has no micro-batches."""
+    """Raise PlanError where a step in stages has no micro-batches, or other numbers of them than
+    its schedule takes.
+    """
     if request.stages is not None and request.microbatches < 2:
         raise PlanError(
             f"{request.stages}: stages run micro-batches one after the other, and a step has "
             f"{request.microbatches}: plan with microbatches={4 * _count(request.stages)}, or as "
             "many as divide the batch; the more, the less the ranks wait"
         )
+    if request.stages is not None and request.stages.schedule != "auto":
+        requested, count = request.stages, _count(request.stages)
+        pipeline = pipeline_of(requested.schedule, count, requested.rounds)
+        actions(requested.schedule, pipeline, request.microbatches)
 
 
 def _count(requested: Stages) -> int:
@@ -173,6 +189,8 @@ def _fit_by_rank(search: Search, finish: Finish, request: PlanRequest) -> tuple[
         )
         full = dataclasses.replace(context.program, plan=dataclasses.replace(plan, context=None))
         for run in _runs(full, context.source.module.graph, request.stages, None, limit):
+            if tried and run.step.seconds >= min(seconds for seconds, _ in tried):
+                break  # what runs again makes it longer
             fitting = run.with_rungs(limit)
             if fitting is None or (gathers and (fitting[0].recompute or fitting[0].regather)):
                 continue  # what is gathered again in the backward is not kept
@@ -264,15 +282,51 @@ class _Run:
             if known.look(stage) not in by_look:
                 by_look[known.look(stage)] = _seconds(stage, full)
         seconds = tuple(by_look[known.look(stage)] for stage in stages)
+        return _Run._of_stages(schedule, pipeline, starts, stages, seconds, known)
+
+    def under(self, schedule: str) -> _Run:
+        """Return the run of the same stages under another schedule."""
+        pipeline = pipeline_of(schedule, self.pipeline.ranks, self.pipeline.rounds)
+        known = self.known
+        return _Run._of_stages(schedule, pipeline, self.starts, self.stages, self.seconds, known)
+
+    @staticmethod
+    def _of_stages(
+        schedule: str,
+        pipeline: Pipeline,
+        starts: tuple[str, ...],
+        stages: tuple[Stage, ...],
+        seconds: tuple[StageSeconds, ...],
+        known: StageMemory,
+    ) -> _Run:
+        plan = stages[0].program.plan
+        assert plan is not None
         order = actions(schedule, pipeline, plan.microbatches)
+        if runs_in_halves(order) and not any(own.weights for own in seconds):
+            halves: dict[str, tuple[float, float]] = {}
+            for stage in stages:
+                if known.look(stage) not in halves:
+                    program = stage.program
+                    halves[known.look(stage)] = halves_of_backward(
+                        program, plan.world, stage.receives
+                    )
+            split = (halves[known.look(stage)] for stage in stages)
+            seconds = tuple(
+                own._replace(inputs=inputs, weights=weights)
+                for own, (inputs, weights) in zip(seconds, split, strict=True)
+            )
         step = simulate_pipeline(pipeline, order, seconds)
         return _Run(schedule, pipeline, starts, stages, seconds, order, step, known)
 
     def memory(self) -> tuple[Memory, ...]:
         """Return what each rank of the pipeline holds at its peak."""
-        by_stage = {stage.number: self.known.of(stage) for stage in self.stages}
         return tuple(
-            memory_of_rank(by_stage, self.actions[rank], self.pipeline, rank)
+            self.known.of_rank(
+                [self.stages[number] for number in self.pipeline.stages_of(rank)],
+                self.actions[rank],
+                self.pipeline,
+                rank,
+            )
             for rank in range(self.pipeline.ranks)
         )
 
@@ -285,7 +339,7 @@ class _Run:
             return None
         rung = join_rungs(each.rung for each in tried)
         seconds = [
-            own._replace(backward=own.backward + self.known.seconds(stage, rung))
+            own.recomputing(self.known.seconds(stage, rung))
             for stage, own in zip(self.stages, self.seconds, strict=True)
         ]
         return rung, simulate_pipeline(self.pipeline, self.actions, seconds).seconds
@@ -299,9 +353,9 @@ def _runs(
     limit: float | None = None,
 ) -> list[_Run]:
     """Return the runs that are asked for of a program that was traced as this graph and emitted,
-    the fastest first: of one schedule, or with "auto" of 1f1b and of interleaved ones, whose bubble
-    shrinks with the rounds. GPipe and looped-bfs have the bubbles of these two, and hold more.
-    `limit`: the bytes of a device.
+    the fastest first: of one schedule, or with "auto" of 1f1b, of interleaved ones, whose bubble
+    shrinks with the rounds, and of zero bubble ones, which fill it with gradients of weights. GPipe
+    and looped-bfs have the bubbles of the first two, and hold more. `limit`: the bytes of a device.
     """
     count, plan = _count(requested), full.plan
     assert plan is not None
@@ -312,19 +366,23 @@ def _runs(
     by_node = compute_seconds_by_node(full, plan.world)
     by_block = cutting.seconds_by_block(traced, by_node)
     if requested.schedule != "auto":
-        pipeline = Pipeline(count, requested.rounds)
+        pipeline = pipeline_of(requested.schedule, count, requested.rounds)
         starts = cutting.balance(by_block, pipeline.stages)
         return [run(requested.schedule, pipeline, starts)]
-    runs = [run("1f1b", Pipeline(count), cutting.balance(by_block, count))]
-    for rounds in _ROUNDS:
+    runs: list[_Run] = []
+    for rounds, (first, *others) in _BY_ROUNDS.items():
         pipeline = Pipeline(count, rounds)
-        if pipeline.stages > len(by_block):
+        if runs and pipeline.stages > len(by_block):
             break
         try:
-            starts = cutting.balance(by_block, pipeline.stages)
-            runs.append(run("interleaved", pipeline, starts))
+            runs.append(run(first, pipeline, cutting.balance(by_block, pipeline.stages)))
         except PlanError:  # not for this number of micro-batches, or a stage trains nothing
+            if not runs:
+                raise
             break
+        for schedule in others:
+            with suppress(PlanError):  # not for this number of micro-batches
+                runs.append(runs[-1].under(schedule))
     return sorted(runs, key=lambda run: run.step.seconds)
 
 
@@ -439,11 +497,18 @@ def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:
             name, whose = f"stages {first} to {last}", "a rank of them holds at most"
         lines.append(
             f"{name} ({blocks_text(own_blocks)}): {own.forward * 1e3:.2f} ms forward, "
-            f"{own.backward * 1e3:.2f} ms backward a micro-batch, {max(flying)} in flight; "
-            f"{whose} {text_of(held)}"
+            f"{_backward_text(own)} a micro-batch, {max(flying)} in flight; {whose} {text_of(held)}"
         )
     lines.append("no gap is proven for the stages: the layout within them is the search's")
     return tuple(lines)
+
+
+def _backward_text(own: StageSeconds) -> str:
+    """Return how long a backward takes, whole or in two parts."""
+    if not own.inputs:  # whole, or all of it of weights
+        return f"{(own.weights or own.backward) * 1e3:.2f} ms backward"
+    inputs, weights = own.inputs * 1e3, own.weights * 1e3
+    return f"backward {inputs:.2f} ms for the stage before and {weights:.2f} ms for weights"
 
 
 def _alike(seconds: Sequence[StageSeconds]) -> list[tuple[int, int]]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from autopar.cost.block_memory import Rise, peak_of, segments_of
 from autopar.cost.memory import Budget, optimizer_bytes, refusal, step_bytes
-from autopar.cost.parts import memory_of_parts, part_count, unreduced_bytes
+from autopar.cost.parts import memory_of_parts, part_count, unreduced_bytes, with_results
 from autopar.cost.peak import peak
 from autopar.cost.summary import (
     gathered_output_bytes,
@@ -387,16 +387,20 @@ class Estimated(RematerializationSearch):
         ]
         stored, trained, states, step = self._base
         step_peak = peak_of(self._start, rises)
-        most = max(step_peak.most, step_peak.end + step)
-        memory = Memory(
-            parameters=stored,
-            gradients=trained,
-            optimizer=states,
-            activations=min(step_peak.saved, max(0.0, most - stored - trained)),
-            transient=max(0.0, most - stored - trained - step_peak.saved),
-            peak=most + states,
-        )
-        return self._in_parts(memory)
+
+        def memory(most: float) -> Memory:
+            return Memory(
+                parameters=stored,
+                gradients=trained,
+                optimizer=states,
+                activations=min(step_peak.saved, max(0.0, most - stored - trained)),
+                transient=max(0.0, most - stored - trained - step_peak.saved),
+                peak=most + states,
+            )
+
+        passes = self._in_parts(memory(step_peak.most))
+        stepping = with_results(self._short.program, memory(step_peak.end + step))
+        return max(passes, stepping, key=lambda each: each.peak)
 
     def _rungs_of(self, rung: Rematerialized) -> dict[str, BlockRung]:
         recompute, regather, rerun = map(frozenset, rung)

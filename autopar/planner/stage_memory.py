@@ -15,16 +15,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
 from autopar.cost.memory import Budget
-from autopar.cost.peak import MemoryOfStep, peak_and_saved
+from autopar.cost.peak import HalvesMemory, MemoryOfStep, peak_and_saved, peak_of_halves
 from autopar.cost.summary import rematerialization_seconds
 from autopar.ir.graph import called_graphs
-from autopar.ir.pipeline_schedule import Action, Pipeline
+from autopar.ir.pipeline_schedule import Action, Pipeline, runs_in_halves
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes.stages import Stage
@@ -40,15 +40,21 @@ _NOTHING = Rematerialized((), ())
 
 
 def memory_of_rank(
-    by_stage: Mapping[int, MemoryOfStep], actions: Sequence[Action], pipeline: Pipeline, rank: int
+    by_stage: Mapping[int, MemoryOfStep],
+    actions: Sequence[Action],
+    pipeline: Pipeline,
+    rank: int,
+    halves: Mapping[int, HalvesMemory] | None = None,
 ) -> Memory:
     """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
     in flight keep for their backward, and what the one that computes needs besides. `actions`: of
-    this rank; `by_stage`: of its stages.
+    this rank; `by_stage`: of its stages; `halves`: of these, where backwards run in two parts.
     """
+    if halves is not None:
+        return _memory_in_halves(by_stage, halves, actions)
     own_stages = pipeline.stages_of(rank)
     always = {
-        kind: math.fsum(getattr(by_stage[number].memory, kind) for number in own_stages)
+        kind: math.fsum(getattr(by_stage[number].passes, kind) for number in own_stages)
         for kind in ("parameters", "gradients", "optimizer")
     }
     weights = math.fsum(by_stage[number].weights for number in own_stages)
@@ -58,20 +64,66 @@ def memory_of_rank(
         flying[action.stage] -= action.kind == "B"
         own = by_stage[action.stage]
         flying_bytes = math.fsum(n * by_stage[number].saved for number, n in flying.items())
-        activations = own.memory.activations + weights - own.weights + flying_bytes
+        activations = own.passes.activations + weights - own.weights + flying_bytes
         total = math.fsum(always.values()) + activations
-        total += own.memory.transient + own.memory.in_flight
+        total += own.passes.transient + own.passes.in_flight
         flying[action.stage] += action.kind == "F"
         if most is None or total > most.peak:
             most = Memory(
                 **always,
                 activations=activations,
-                transient=own.memory.transient,
-                in_flight=own.memory.in_flight,
+                transient=own.passes.transient,
+                in_flight=own.passes.in_flight,
                 peak=total,
             )
     assert most is not None
-    return most
+    return max(most, _stepping(by_stage.values()), key=lambda memory: memory.peak)
+
+
+def _stepping(stages: Collection[MemoryOfStep]) -> Memory:
+    """Return what a rank holds while the optimizer steps its stages' parameters."""
+    each = [stage.stepping for stage in stages]
+    largest = max(memory.transient for memory in each)
+    kinds = ("parameters", "gradients", "optimizer", "activations", "in_flight")
+    sums = {kind: math.fsum(getattr(memory, kind) for memory in each) for kind in kinds}
+    return Memory(**sums, transient=largest, peak=math.fsum(sums.values()) + largest)
+
+
+def _memory_in_halves(
+    by_stage: Mapping[int, MemoryOfStep],
+    halves: Mapping[int, HalvesMemory],
+    actions: Sequence[Action],
+) -> Memory:
+    """Return what `memory_of_rank` does where backwards run in two parts: a micro-batch keeps what
+    its forward saved until the first part, and then what that carries over until the rest.
+    """
+    always = {
+        "parameters": math.fsum(own.passes.parameters for own in by_stage.values()),
+        "gradients": math.fsum(own.unreduced for own in halves.values()),
+        "optimizer": math.fsum(own.passes.optimizer for own in by_stage.values()),
+    }
+    there = math.fsum(own.weights for own in by_stage.values())
+    there += math.fsum(own.results for own in halves.values())
+    waiting = {stage: {"F": 0, "I": 0} for stage in by_stage}  # for the next part of a backward
+    most: Memory | None = None
+    for action in actions:
+        own = waiting[action.stage]
+        own["F"] -= action.kind in ("B", "I")
+        own["I"] -= action.kind == "W"
+        kept = there + math.fsum(
+            n["F"] * by_stage[stage].saved + n["I"] * halves[stage].carried
+            for stage, n in waiting.items()
+        )
+        transient = halves[action.stage].most(action.kind)
+        total = math.fsum(always.values()) + kept + transient
+        if most is None or total > most.peak:
+            most = Memory(
+                **always, activations=kept, transient=transient, in_flight=0.0, peak=total
+            )
+        for kind in ("F", "I"):
+            own[kind] += action.kind == kind
+    assert most is not None
+    return max(most, _stepping(by_stage.values()), key=lambda memory: memory.peak)
 
 
 class StageMemory:
@@ -84,6 +136,7 @@ class StageMemory:
         self._firsts: dict[str, Stage] = {}  # the first stage of each look
         self._steps: dict[str, RematerializationSteps] = {}
         self._memory: dict[tuple[str, Rematerialized], MemoryOfStep] = {}
+        self._halves: dict[tuple[str, Rematerialized], HalvesMemory] = {}
         self._seconds: dict[tuple[str, Rematerialized], float] = {}
 
     def of(self, stage: Stage, rung: Rematerialized = _NOTHING) -> MemoryOfStep:
@@ -94,6 +147,34 @@ class StageMemory:
             optimizer = self.budget.optimizer
             self._memory[look, own] = peak_and_saved(program, optimizer, self.world)
         return self._memory[look, own]
+
+    def halves(self, stage: Stage, rung: Rematerialized = _NOTHING) -> HalvesMemory:
+        """Return what the stage holds where its backwards run in two parts, on this rung."""
+        look, own = self._key(stage, rung)
+        if (look, own) not in self._halves:
+            program = self.steps(stage).program_at(own) if any(own) else stage.program
+            optimizer = self.budget.optimizer
+            # the names of what this stage receives, in the graph of the first that looks like it
+            received = self._firsts[look].receives if any(own) else stage.receives
+            found = peak_of_halves(program, received, optimizer, self.world)
+            self._halves[look, own] = found
+        return self._halves[look, own]
+
+    def of_rank(
+        self,
+        stages: Iterable[Stage],
+        actions: Sequence[Action],
+        pipeline: Pipeline,
+        rank: int,
+        rung: Rematerialized = _NOTHING,
+    ) -> Memory:
+        """Return what a rank of the pipeline holds at its peak. `stages`: its own."""
+        stages = list(stages)
+        by_stage = {stage.number: self.of(stage, rung) for stage in stages}
+        halves = None
+        if runs_in_halves([actions]):
+            halves = {stage.number: self.halves(stage, rung) for stage in stages}
+        return memory_of_rank(by_stage, actions, pipeline, rank, halves)
 
     def seconds(self, stage: Stage, rung: Rematerialized) -> float:
         """Return the seconds that a micro-batch takes longer on this rung."""
@@ -200,8 +281,7 @@ class RankRungs(RematerializationSearch):
 
     def memory_of(self, rung: Rematerialized) -> Memory:
         """Return what the rank holds at its peak on this rung."""
-        by_stage = {stage.number: self.costs.of(stage, rung) for stage in self.stages}
-        return memory_of_rank(by_stage, self.actions, self.pipeline, self.rank)
+        return self.costs.of_rank(self.stages, self.actions, self.pipeline, self.rank, rung)
 
 
 def rungs_of_ranks(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -44,7 +44,12 @@ from autopar._compat import (
 from autopar.cost.memory import no_room
 from autopar.cost.simulator.engine import Run
 from autopar.cost.simulator.graph_events import Phase, bytes_of, sent_unchanged
-from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
+from autopar.cost.simulator.liveness import (
+    SavedMemory,
+    StepMemory,
+    graph_peak_bytes,
+    saved_by,
+)
 from autopar.errors import PlanError
 from autopar.ir.graph import where
 from autopar.ir.program import Program
@@ -62,7 +67,7 @@ from autopar.passes.overlap.assumptions import (
     rerun_for,
 )
 from autopar.passes.pass_manager import PassManager
-from autopar.runtime.deferred_backward import Accumulator, DeferredBackward
+from autopar.runtime.deferred_backward import Accumulator, DeferredBackward, Rest
 from autopar.runtime.reusing_forward import ReusingForward, StepWeights
 from autopar.world import World, ranks
 
@@ -71,11 +76,11 @@ Overlap = bool | Sequence[str]
 
 
 def runner(
-    program: Program, world: World, backend: Backend, overlap: Overlap
+    program: Program, world: World, backend: Backend, overlap: Overlap, splits: bool = False
 ) -> Callable[..., Any]:
     """Return what a ParallelModule calls with the values of the graph's placeholders. `overlap`:
-    True for all OPTIONS, False for none, or some of them. Raises PlanError for an unknown option or
-    backend.
+    True for all OPTIONS, False for none, or some of them. `splits`: its backward is to run in two
+    parts. Raises PlanError for an unknown option or backend.
     """
     options = (OPTIONS if overlap else ()) if isinstance(overlap, bool) else tuple(overlap)
     unknown = [name for name in options if name not in OPTIONS]
@@ -84,7 +89,7 @@ def runner(
     if isinstance(backend, str):
         named_backend(backend)
     assert program.plan is not None
-    if not program.plan.mesh.axes or overlap is False:
+    if not splits and (not program.plan.mesh.axes or overlap is False):
         return _plain(program.module, backend)
     return Scheduled(program, world, options, backend)
 
@@ -138,6 +143,8 @@ class Scheduled:
         self.accumulator: Accumulator | None = None
         self.defers_scattered = True
         self._deferred: DeferredBackward | None = None
+        self.waited_for: frozenset[int] | None = None  # places of gradients: split by these
+        self.rest: Rest | None = None  # of the backward that ran last, where backwards are split
         self.weights: StepWeights | None = None  # where the forwards of a step gather them once
         self._reusing: ReusingForward | None = None
         self._forward_inputs: list[Any] = []
@@ -147,6 +154,7 @@ class Scheduled:
         ]
         self._step = StepMemory(0.0, {})
         self._backward_inputs: list[Any] = []
+        self._forms: list[fx.GraphModule] = []
         self._above = 0.0  # bytes that the graphs need above the limit
 
     def __call__(self, *values: torch.Tensor) -> Any:
@@ -207,11 +215,13 @@ class Scheduled:
         return rerun_for(self.module, place, gradient, values)
 
     def order(self) -> str:
-        """Return a hash of the order of all collectives, forward and backward."""
+        """Return a hash of the order of all collectives, forward and backward, and in the forms of
+        both that there are.
+        """
         assert self.forward is not None and self.backward is not None
         lines = [
             line
-            for module in (self.forward, self.backward)
+            for module in (self.forward, self.backward, *self._forms)
             for line in collectives_in_order(module.graph)
         ]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -233,10 +243,12 @@ class Scheduled:
         if self.backend == "inductor":
             decompositions = inductor_decompositions() | FORMULAS
         self.forward, self.backward, self._above = None, None, 0.0
+        self._forms = []
         module = tag(self.module)  # values that the plan recomputes are not saved
         module, self._late = as_constants(module, self._constant)
         # inductor reuses the memory of what was saved, unless other forwards need it
         keeps = self.backend != "inductor" or (self._plan is not None and self._plan.gathers_once)
+        keeps = keeps or self.waited_for is not None
         compiling = self._compiled, self._partition, decompositions
         run = derive(module, values, *compiling, keeps_saved=keeps)
         if self.forward is None and self._late:  # the scalar is no loss
@@ -260,7 +272,20 @@ class Scheduled:
         self._backward_inputs = list(example_inputs)
         forms = self._deferred
         forms.begin(_taking_a_list(guard(run, "backward")))
-        return takes_a_list(lambda values: forms.run(values, self.accumulator))
+        return takes_a_list(lambda values: self._run_backward(forms, values))
+
+    def _run_backward(self, forms: DeferredBackward, values: list[Any]) -> Any:
+        if forms.halves is None:
+            return forms.run(values, self.accumulator)
+        gradients, self.rest = forms.run_first(values)
+        return gradients
+
+    def take_rest(self) -> Rest | None:
+        """Return the second part of the backward that ran last; None where it ran whole, as within
+        autocast and `detect_anomaly`.
+        """
+        rest, self.rest = self.rest, None
+        return rest
 
     @property
     def ends(self) -> tuple[Tail, ...]:
@@ -280,7 +305,12 @@ class Scheduled:
         """
         backward, forward = self._deferred, self._reusing
         makers: list[Callable[[], None]] = []
-        if backward is not None and not backward.has_variants and backward.ends:
+        if backward is not None and self.waited_for is not None:
+            if backward.halves is None:
+                form = partial(self._form, "backward")
+                more = self.defers_scattered, self.waited_for
+                makers.append(partial(backward.make_halves, form, *more))
+        elif backward is not None and not backward.has_variants and backward.ends:
             form = partial(self._form, "backward")
             makers.append(partial(backward.make, form, self.defers_scattered))
         keeps = self.weights is not None and forward is not None and bool(forward.names)
@@ -295,9 +325,14 @@ class Scheduled:
         known = self._backward_inputs if backward else self._forward_inputs
         assert derived is not None
         module = fx.GraphModule(derived, graph)
-        more = [n.meta["val"] for n in graph.find_nodes(op="placeholder")]
-        inputs = [*known, *more[len(known) :]]
-        module.graph = self._scheduled(module.graph, phase, self._step).graph
+        operands = list(graph.find_nodes(op="placeholder"))
+        step, inputs = self._step, [n.meta["val"] for n in operands]
+        if any("carried" in n.meta for n in operands):  # the second part of a backward
+            step = step._replace(saved=_carried_memory(operands, step.saved))
+        else:
+            inputs[: len(known)] = known
+        module.graph = self._scheduled(module.graph, phase, step).graph
+        self._forms.append(module)
         return _taking_a_list(guard(self._unguarded(module, inputs, backward), phase))
 
     def _unguarded(
@@ -365,6 +400,19 @@ class Scheduled:
             return 0.0
         needed_bytes = derived.peak_bytes + plan.memory.optimizer
         return max(0.0, needed_bytes - plan.device_limit)
+
+
+def _carried_memory(
+    operands: Sequence[fx.Node], saved: Mapping[str, SavedMemory]
+) -> dict[str, SavedMemory]:
+    """Return the storage of each operand of the second part of a backward. `saved`: of what the
+    forward saved.
+    """
+    return {
+        n.name: saved.get(n.meta["carried"], SavedMemory(n.name, float(bytes_of(n))))
+        for n in operands
+        if "carried" in n.meta
+    }
 
 
 def _op_by_op(module: fx.GraphModule, values: Sequence[torch.Tensor]) -> Any:

@@ -9,6 +9,7 @@ AdamW. api.py calls `compare_stages`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,13 +21,14 @@ from torch import Tensor
 from autopar._compat import pytree
 from autopar.errors import VerificationError
 from autopar.ir.padding import cut_unpadded, filled_up, join_unpadded
-from autopar.ir.pipeline_schedule import Action, actions
+from autopar.ir.pipeline_schedule import Action, actions, runs_in_halves
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.links import Links
 from autopar.passes.microbatches import Parts, without_microbatches
 from autopar.passes.stages import Stage, cut
 from autopar.runtime import lockstep
+from autopar.runtime.derived_in_lockstep import DerivedInLockstep
 from autopar.runtime.parts_check import leaves_of_parts
 from autopar.runtime.reference import double_by_default, tensor_to_float64, to_float64
 from autopar.runtime.training.parts_run import batch_program
@@ -47,7 +49,7 @@ class _Trained(NamedTuple):
     loss: Tensor
     gradients: dict[str, Tensor]  # of the first step, by placeholder
     parameters: dict[str, Tensor]  # after the last
-    backwards: Counter[tuple[int, int]]  # how often each stage's ran for each part
+    backwards: Counter[Action]  # how often each one ran, whole or in two parts
 
 
 def compare_stages(
@@ -74,13 +76,14 @@ def compare_stages(
         expected = _train(
             lambda own: _loss_on_a_device(reference, calls, own), _own_parameters(reference)
         )
+        runs = [_run_of(stage, runs_in_halves(schedule)) for stage in stages]
         ranks = lockstep.run(
             plan.mesh,
-            lambda rank: _on_rank(rank, program, parts, stages, schedule, batch),
+            lambda rank: _on_rank(rank, program, parts, stages, runs, schedule, batch),
             groups_of(program.module),
             pipeline.ranks,
         )
-    _require_each_backward_once(ranks, parts.count, len(stages))
+    _require_each_backward_once(ranks, schedule, plan.mesh.size)
     losses = [_error(rank.loss, expected.loss, 0.0) for rank in ranks]
     largest = max(float(x.abs().max()) for x in expected.gradients.values())
     gradients = _errors(program, ranks, "gradients", expected.gradients, 1e-6 * largest)
@@ -168,6 +171,18 @@ def _train(loss_of: Callable[[dict[str, Tensor]], Tensor], own: dict[str, Tensor
     return _Trained(first, gradients, {n: x.detach() for n, x in trained.items()}, Counter())
 
 
+def _run_of(stage: Stage, splits: bool) -> Callable[..., Any]:
+    """Return what runs a stage in lockstep: its graph, or what is derived of it where a backward
+    runs in two parts.
+    """
+    plan = stage.program.plan
+    assert plan is not None
+    if not splits:
+        return stage.program.module
+    free = dataclasses.replace(plan, memory=None, device_limit=None)  # float64 needs more
+    return DerivedInLockstep(dataclasses.replace(stage.program, plan=free), plan.world)
+
+
 # -- all ranks -------------------------------------------------------------------------------------
 class _LockstepRun(StagesRun):
     """A StagesRun whose totals are those of the whole inputs, which every rank has here."""
@@ -185,6 +200,7 @@ def _on_rank(
     program: Program,
     parts: Parts,
     stages: Sequence[Stage],
+    runs: Sequence[Callable[..., Any]],
     schedule: Sequence[Sequence[Action]],
     leaves: list[Any],
 ) -> _Trained:
@@ -194,10 +210,10 @@ def _on_rank(
     links = Links(mesh, pipeline.ranks, rank)
     coordinate = mesh.coordinate(rank % max(1, mesh.size))
     own_stages = [stages[number] for number in pipeline.stages_of(links.copy)]
-    runs = {stage.number: stage.program.module for stage in own_stages}
+    own_runs = {stage.number: runs[stage.number] for stage in own_stages}
     part = own_program(program, own_stages)
     run = _LockstepRun(
-        part, parts, None, stages, runs, schedule, pipeline, links, torch.device("cpu")
+        part, parts, None, stages, own_runs, schedule, pipeline, links, torch.device("cpu")
     )
     batch = batch_program(part, parts)
     run.leaves = leaves
@@ -231,14 +247,23 @@ def _on_rank(
     return _train(loss_of, own)._replace(backwards=run.backwards)
 
 
-def _require_each_backward_once(ranks: Sequence[_Trained], parts: int, stages: int) -> None:
-    """Raise VerificationError where a backward ran more than once a step: parity would hide it."""
+def _require_each_backward_once(
+    ranks: Sequence[_Trained], schedule: Sequence[Sequence[Action]], size: int
+) -> None:
+    """Raise VerificationError where a backward, or a part of one, ran more or less than once a
+    step: parity would hide it. `size`: ranks of a stage.
+    """
     for rank, trained in enumerate(ranks):
-        wrong = {key: n for key, n in trained.backwards.items() if n != _STEPS}
-        if wrong or not trained.backwards:
+        wanted = {action: _STEPS for action in schedule[rank // max(1, size)] if action.kind != "F"}
+        wrong = {
+            str(action): trained.backwards[action]
+            for action in {*wanted, *trained.backwards}
+            if trained.backwards[action] != wanted.get(action, 0)
+        }
+        if wrong:
             raise VerificationError(
-                f"rank {rank} ran the backwards of (stage, part) {wrong or 'none'} in {_STEPS} "
-                f"steps of {parts} parts in {stages} stages: each is to run once a step"
+                f"rank {rank} ran in {_STEPS} steps the backwards {wrong}: each is to run once a "
+                "step"
             )
 
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping as torch_mapping
 
 import autopar
 from autopar.cost.pipeline import StageSeconds, simulate_pipeline
 from autopar.ir.pipeline_schedule import (
     SCHEDULES,
-    Action,
     Pipeline,
     actions,
     most_in_flight,
+    pipeline_of,
+    runs_in_halves,
 )
 
 CASES = [
-    (name, Pipeline(ranks, rounds), parts)
-    for name, (_, several) in SCHEDULES.items()
+    (name, pipeline_of(name, ranks, rounds), parts)
+    for name, known in SCHEDULES.items()
     for ranks in (2, 4)
-    for rounds in ((2, 3) if several else (1,))
+    for rounds in (1, 2, 3)
     for parts in (4, 8)
+    if known.least_rounds <= rounds <= (known.most_rounds or rounds)
+    if (name, ranks, parts) != ("dualpipev", 4, 4)  # which has at least as many as stages
 ]
+IN_HALVES = [case for case in CASES if SCHEDULES[case[0]].splits]
 
 
 @pytest.mark.parametrize(("name", "pipeline", "parts"), CASES)
@@ -28,21 +33,32 @@ def test_every_forward_and_backward_runs_once_and_the_step_ends(
     name: str, pipeline: Pipeline, parts: int
 ) -> None:
     schedule = actions(name, pipeline, parts)
-    everything = sorted(action for own in schedule for action in own)
-    wanted = sorted(
-        Action(kind, stage, part)
-        for kind in "FB"
-        for stage in range(pipeline.stages)
-        for part in range(parts)
-    )
-    assert everything == wanted
-    for own in schedule:
+    kinds: dict[tuple[int, int], str] = {}
+    for rank, own in enumerate(schedule):
         for action in own:
-            if action.kind == "B":
-                assert own.index(Action("F", action.stage, action.part)) < own.index(action)
-    stages = [StageSeconds(1.0, 2.0)] * pipeline.stages
+            assert pipeline.rank_of(action.stage) == rank
+            key = action.stage, action.part
+            kinds[key] = kinds.get(key, "") + action.kind
+    assert len(kinds) == pipeline.stages * parts
+    assert {*kinds.values()} <= ({"FB", "FIW"} if SCHEDULES[name].splits else {"FB"})
+    assert runs_in_halves(schedule) == ("FIW" in kinds.values()) == SCHEDULES[name].splits
+    stages = [StageSeconds(1.0, 2.0, inputs=1.0, weights=1.0)] * pipeline.stages
     step = simulate_pipeline(pipeline, schedule, stages)
     assert step.seconds >= 3.0 * parts * pipeline.rounds  # that many seconds a rank computes
+
+
+@pytest.mark.parametrize(("name", "pipeline", "parts"), [c for c in IN_HALVES if c[1].rounds > 1])
+def test_schedules_in_two_parts_are_those_of_torch(
+    name: str, pipeline: Pipeline, parts: int
+) -> None:
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    listed = get_schedule_ops(SCHEDULES[name].torch, pipeline.ranks, parts, pipeline.rounds)
+    for own, theirs in zip(actions(name, pipeline, parts), listed, strict=True):
+        leaves = [leaf for x in theirs if x is not None for leaf in x.sub_actions or (x,)]
+        assert [f"{x.stage}{x.kind}{x.part}" for x in own] == [*map(str, leaves)]
+    v = torch_mapping(pipeline.ranks, pipeline.stages, style="v" if pipeline.folds else "loop")
+    assert {stage: pipeline.rank_of(stage) for stage in range(pipeline.stages)} == v
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -59,6 +75,24 @@ def test_the_bubbles_are_those_of_the_papers(ranks: int) -> None:
     twice = Pipeline(ranks, 2)
     step = simulate_pipeline(twice, actions("interleaved", twice, parts), halves)
     assert step.seconds == pytest.approx(3.0 * (parts + (ranks - 1) / 2))
+
+
+def test_weights_fill_the_bubble() -> None:
+    """Where a forward and both parts of a backward take as long, ZB-H1 has a third of 1F1B's bubble
+    (arXiv 2401.10241, table 1), and the V none but its start and end.
+    """
+    ranks, parts = 4, 8
+    stages = [StageSeconds(1.0, 2.0, inputs=1.0, weights=1.0)] * ranks
+    seconds = {
+        name: simulate_pipeline(Pipeline(ranks), actions(name, Pipeline(ranks), parts), stages)
+        for name in ("1f1b", "zero-bubble")
+    }
+    waits = {name: step.seconds - 3.0 * parts for name, step in seconds.items()}
+    assert waits == {"1f1b": pytest.approx(9.0), "zero-bubble": pytest.approx(3.0)}
+    halves = [StageSeconds(0.5, 1.0, inputs=0.5, weights=0.5)] * 2 * ranks
+    folded = pipeline_of("zbv", ranks, 2)
+    step = simulate_pipeline(folded, actions("zbv", folded, parts), halves)
+    assert step.seconds - 3.0 * parts == pytest.approx(1.5)
 
 
 def test_one_forward_one_backward_holds_few_and_gpipe_all() -> None:
@@ -78,6 +112,10 @@ def test_sends_and_the_end_of_a_step_take_their_time() -> None:
 
 
 def test_a_schedule_that_is_not_for_these_numbers_is_refused() -> None:
+    with pytest.raises(autopar.PlanError, match=r"'zbv' has 2 stages a rank \(rounds=2\), not 1"):
+        actions("zbv", Pipeline(2), 4)
+    with pytest.raises(autopar.PlanError, match="at least as many microbatches as stages"):
+        actions("dualpipev", Pipeline(4, 2), 4)
     with pytest.raises(autopar.PlanError, match=r"2 or more stages a rank \(rounds\), not 1"):
         actions("interleaved", Pipeline(2), 4)
     with pytest.raises(

@@ -30,6 +30,12 @@ TASKS: dict[str, tuple[Stages, int]] = {
     "4d": (Stages(2, Grid4D(x=2)), 2),
     "2.5d": (Stages(2, Grid25D(q=2)), 4),
     "fsdp of 8": (Stages(2, "fsdp"), 2),
+    "zero-bubble of 2": (Stages(2, "ddp", "zero-bubble"), 4),
+    "zero-bubble fsdp": (Stages(2, "fsdp", "zero-bubble"), 4),
+    "zero-bubble megatron": (Stages(2, "megatron", "zero-bubble", 2), 4),
+    "zbv ddp": (Stages(2, "ddp", "zbv", 2), 4),
+    "dualpipev fsdp": (Stages(2, "fsdp", "dualpipev", 2), 4),
+    "4 stages zero-bubble": (Stages(4, "ddp", "zero-bubble"), 8),
 }
 
 
@@ -45,7 +51,7 @@ def apart(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
 
 
 def layers_of(task: str) -> int:
-    return 2 if task == "ddp of 2" else 4
+    return 2 if task.endswith("of 2") else 4
 
 
 def parity(layout: Stages, parts: int, layers: int) -> Facts:

@@ -215,11 +215,14 @@ def test_torch_compile_has_no_stages() -> None:
 @pytest.mark.parametrize(
     ("ranks", "tasks"),
     [
-        (2, ("ddp of 2",)),
+        (2, ("ddp of 2", "zero-bubble of 2")),
         pytest.param(4, ("fsdp 1f1b",), marks=pytest.mark.slow),
         pytest.param(4, ("megatron interleaved", "4 stages gpipe"), marks=pytest.mark.slow),
         pytest.param(4, ("ddp looped-bfs", "4d"), marks=pytest.mark.slow),
         pytest.param(8, ("2.5d", "fsdp of 8"), marks=pytest.mark.slow),
+        pytest.param(4, ("zero-bubble fsdp", "zero-bubble megatron"), marks=pytest.mark.slow),
+        pytest.param(4, ("zbv ddp", "dualpipev fsdp"), marks=pytest.mark.slow),
+        pytest.param(4, ("4 stages zero-bubble",), marks=pytest.mark.slow),
     ],
     ids=str,
 )

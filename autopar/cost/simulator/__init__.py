@@ -21,7 +21,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -318,6 +318,38 @@ def _shortest(step: Events, overlap: bool) -> Timeline:
     if not overlap:
         return simulate(step.run(), overlap=False)
     return min(_bucketed_timelines(step), key=lambda candidate: candidate.seconds)
+
+
+def halves_of_backward(
+    program: Program, world: World, received: Collection[str]
+) -> tuple[float, float]:
+    """Return the modelled seconds of a micro-batch's backward in two parts: what the gradients of
+    the placeholders `received` need, and the rest. Each part hides its own communication alone.
+    """
+    step = Events(program, world, between=True)
+    events = step.run()
+    nodes = program.module.graph.find_nodes(op="placeholder")
+    names = {node.name for node in nodes if node.name in received}
+    wanted = [i for node in step.nodes if node.name in names for i in step.gradients[node]]
+    first = set[int]()
+    while wanted:
+        index = wanted.pop()
+        if index not in first:
+            first.add(index)
+            wanted.extend(events[index].after)
+    backward = [i for i, event in enumerate(events) if event.phase == "backward"]
+    parts = ([i for i in backward if i in first], [i for i in backward if i not in first])
+    inputs, weights = (simulate(_alone(events, part)).seconds for part in parts)
+    return inputs, weights
+
+
+def _alone(events: Sequence[Event], kept: Sequence[int]) -> list[Event]:
+    """Return some of the events, which wait for one another alone."""
+    places = {index: place for place, index in enumerate(kept)}
+    return [
+        events[index]._replace(after=tuple(places[i] for i in events[index].after if i in places))
+        for index in kept
+    ]
 
 
 def bucket_seconds(program: Program, world: World) -> tuple[float, ...]:

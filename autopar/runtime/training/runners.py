@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.ir.pipeline_schedule import actions
+from autopar.ir.pipeline_schedule import actions, runs_in_halves
 from autopar.ir.program import Program
 from autopar.ops.links import Links
 from autopar.passes.microbatches import without_microbatches
@@ -75,8 +75,9 @@ def _stages_runner(
     )
     stages = cut(cut_program, plan.stage_starts)
     own = [stages[number] for number in pipeline.stages_of(links.copy)]
-    runs = {stage.number: runner(stage.program, world, backend, overlap) for stage in own}
     schedule = actions(plan.schedule, pipeline, parts.count)
+    splits = runs_in_halves(schedule)
+    runs = {s.number: runner(s.program, world, backend, overlap, splits) for s in own}
     own_part = own_program(program, own)
     run = StagesRun(own_part, parts, device_mesh, stages, runs, schedule, pipeline, links, device)
     return Runner(batch_program(own_part, parts), run, device_mesh)

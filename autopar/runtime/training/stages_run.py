@@ -2,6 +2,7 @@
 
     rank of stage 0: F0 F1 B0 F2 …    sends what F0 returned to the rank of stage 1
     rank of stage 1: F0 B0 F1 …       sends the gradient of what it received back
+    zero bubble:     F0 I0 F1 I1 W0 … sends it after I0; the gradients of its weights follow in W0
 
 A rank holds the parameters of its own stages alone. What comes before and after the schedule is
 that of any step in micro-batches (parts_run.py): the rows of each part, the totals over the batch,
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar._compat import add_each
 from autopar.errors import InputError, PlanError
-from autopar.ir.pipeline_schedule import Action, Pipeline
+from autopar.ir.pipeline_schedule import Action, Pipeline, runs_in_halves
 from autopar.ir.program import Program
 from autopar.ops.links import Links, Pending
 from autopar.passes.microbatches import Parts
 from autopar.passes.stages import Stage, carries
 from autopar.runtime.backends import Scheduled
+from autopar.runtime.deferred_backward import Rest
 from autopar.runtime.reusing_forward import StepWeights
 from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients
 from autopar.world import ranks
@@ -71,7 +73,7 @@ class StagesRun(PartsRun):
         first = next(iter(runs.values()))
         super().__init__(first, program, parts, device_mesh)
         self.stages, self.runs, self.pipeline, self.links = stages, runs, pipeline, links
-        self._own_actions = schedule[links.copy]
+        self._own_actions, self._splits = schedule[links.copy], runs_in_halves(schedule)
         self._home = {place: s.number for s in stages for place in s.results}
         self._holders = _holders(stages)
         self.device, self.first_holders = device, _first_holders(stages, pipeline)
@@ -79,7 +81,7 @@ class StagesRun(PartsRun):
             number: [_example(stages[number], name, device) for name in stages[number].receives]
             for number in range(len(stages))
         }
-        self.backwards: Counter[tuple[int, int]] = Counter()  # that ran, by stage and part
+        self.backwards: Counter[Action] = Counter()  # that ran, whole or in two parts
         self._prepared = False
         self._order_of_sends = {
             rank: [key for action in own for key in self._sends_of(action)]
@@ -215,6 +217,8 @@ class StagesRun(PartsRun):
                 if isinstance(run, Scheduled):
                     run.defers_scattered = self._sums_once
                     run.weights = StepWeights() if self._gathers_once else None
+                    if self._splits:
+                        run.waited_for = self._waited_for(number)
                     run.prepare(self.arguments(number, named, self._received_examples(number)))
                     if run.forward is None:
                         raise PlanError(
@@ -227,6 +231,12 @@ class StagesRun(PartsRun):
         orders = {n: run.order() for n, run in self.runs.items() if isinstance(run, Scheduled)}
         ranks.agree_within("collective order", orders)
         self._prepared = True
+
+    def _waited_for(self, number: int) -> frozenset[int]:
+        """Return the places, among a stage's inputs, of those whose gradients are sent back."""
+        sent = self.outputs_of(Action("B", number, 0))
+        entries = enumerate(self.stages[number].program.signature.inputs)
+        return frozenset(place for place, entry in entries if entry.node in sent)
 
     def _received_examples(self, number: int) -> dict[str, Tensor]:
         names = self.stages[number].receives
@@ -256,7 +266,7 @@ class StagesRun(PartsRun):
             action.stage
         ):
             return []
-        return [(action, name) for name in self.outputs_of(action)]
+        return [(action.result, name) for name in self.outputs_of(action)]
 
     def outputs_of(self, action: Action) -> list[str]:
         """Return the names of the tensors that an action makes for another stage: what its stage
@@ -277,6 +287,16 @@ class StagesRun(PartsRun):
             if self.pipeline.rank_of(after.stage) == self.links.copy:
                 found.append(key)
         return found
+
+
+class _Later(NamedTuple):
+    """What is left of a backward whose first part ran: the parameters, their gradients where these
+    came with the first part, and else the second part.
+    """
+
+    leaves: dict[str, Tensor]
+    gradients: Sequence[Tensor | None]
+    rest: Rest | None
 
 
 _MISSING = torch.zeros(())  # stands for a result that another rank has
@@ -310,6 +330,7 @@ class _Step:
             }
         # of the actions whose backward is to come: what was received, and what has a gradient
         self._in_flight: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
+        self._later: dict[tuple[int, int], _Later] = {}  # second parts of backwards
         self._next: Action | None = None
         self._left: dict[int, int] = defaultdict(lambda: len(parts))  # backwards of a stage
         self._sums = {number: Sums() for number in owner.runs}
@@ -321,7 +342,12 @@ class _Step:
         """Run the actions, in order. The receive for the next one is posted before one computes."""
         for action, after in zip(actions, [*actions[1:], None], strict=True):
             self._next = after
-            self.forward(action) if action.kind == "F" else self.backward(action)
+            if action.kind == "F":
+                self.forward(action)
+            elif action.kind == "W":
+                self.weights(action)
+            else:
+                self.backward(action)
         self.finish()
 
     def forward(self, action: Action) -> None:
@@ -346,13 +372,16 @@ class _Step:
             self._in_flight[action.stage, action.part] = received, rooted
 
     def backward(self, action: Action) -> None:
+        """Run a backward, or its first part, and hand the gradients of what was received over."""
         owner, stage = self._owner, self._owner.stages[action.stage]
         received, rooted = self._in_flight.pop((action.stage, action.part))
-        owner.backwards[action.stage, action.part] += 1
+        owner.backwards[action] += 1
         incoming = self._received(action, [name for name in stage.sends if name in rooted])
         self._expect()
-        self._left[action.stage] -= 1
-        self._sums[action.stage].closes = not self._left[action.stage]
+        sums, run = self._sums[action.stage], owner.runs[action.stage]
+        if not owner._splits:
+            self._left[action.stage] -= 1
+            sums.closes = not self._left[action.stage]
         borders = {name: x for name, x in received.items() if x.requires_grad}
         leaves = {name: self._trained[name] for name in stage.parameters if name in self._trained}
         starts = [incoming[name] if name else None for name in rooted]
@@ -363,15 +392,38 @@ class _Step:
             name: torch.zeros_like(x) if gradient is None else gradient
             for (name, x), gradient in zip(borders.items(), found, strict=False)
         }
+        rest = run.take_rest() if isinstance(run, Scheduled) else None
         # what stays here is added to in place, while what is sent may not have left
-        own = {x.untyped_storage().data_ptr() for x in found[len(borders) :] if x is not None}
-        own |= self._sums[action.stage].storages
+        kept = [*found[len(borders) :], *(rest.carried if rest is not None else ())]
+        own = {x.untyped_storage().data_ptr() for x in kept if x is not None} | sums.storages
         back = {
             name: x.clone() if x.untyped_storage().data_ptr() in own else x
             for name, x in back.items()
         }
         self._hand_over(action, back)
-        self._add(leaves, found[len(borders) :])
+        self._later[action.stage, action.part] = _Later(leaves, found[len(borders) :], rest)
+        if action.kind == "B":
+            self._finish_backward(action)
+
+    def weights(self, action: Action) -> None:
+        """Run the second part of a backward: add up the gradients of the weights."""
+        self._owner.backwards[action] += 1
+        self._expect()
+        self._finish_backward(action)
+
+    def _finish_backward(self, action: Action) -> None:
+        later = self._later.pop((action.stage, action.part))
+        gradients = later.gradients
+        if self._owner._splits:
+            sums = self._sums[action.stage]
+            self._left[action.stage] -= 1
+            sums.closes = not self._left[action.stage]
+            if later.rest is not None:
+                entries = self._owner.stages[action.stage].program.signature.inputs
+                results = later.rest.run(sums)
+                by_node = {e.node: x for e, x in zip(entries, results, strict=True)}
+                gradients = [by_node[name] for name in later.leaves]
+        self._add(later.leaves, gradients)
 
     def finish(self) -> None:
         """Wait until everything has left, and see that nothing is left over."""
@@ -395,7 +447,7 @@ class _Step:
         copy = owner.pipeline.rank_of(after.stage)
         for name in owner.outputs_of(action):
             if copy == owner.links.copy:
-                self._at[action, name] = outputs[name].detach()
+                self._at[action.result, name] = outputs[name].detach()
             else:
                 owner.links.send(copy, outputs[name])
 

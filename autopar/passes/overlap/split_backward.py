@@ -1,0 +1,115 @@
+"""The derived backward of a stage in two parts, as zero bubble schedules run it (arXiv 2401.10241).
+
+    dx = mm(dy, w)         inputs: the gradients of what the stage received, for which the stage
+                           before waits; it also returns what the other part takes
+    dw = mm(t(dy), x)      weights: the rest, later
+
+Every node is in one of the two parts, so nothing is computed twice. What a node of the second part
+takes of the first, or of what the forward saved, is carried over: dy and x of every product.
+An op that gives both gradients at once, as a layer norm's backward does, is in the first part. The
+backward of a stage that received nothing is in the second part as a whole.
+
+A copy of a derived backward enters before it is scheduled, as it is or in one of the forms of
+accumulation.py, and one of its parts leaves. runtime/deferred_backward.py asks.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from autopar.ir.graph import copy_graph
+from autopar.passes.overlap import erase_unused
+
+
+class Halves(NamedTuple):
+    """Where a backward is split: the names of the nodes that give the gradients of `places` among
+    the results, and of the values that the other nodes take of these, or of the backward's operands.
+    """
+
+    places: frozenset[int]
+    first: frozenset[str]
+    carried: tuple[str, ...]
+
+
+def split(backward: fx.Graph, places: Collection[int]) -> Halves:
+    """Return the halves of a backward. `places`: of the gradients, among its results, that another
+    stage waits for.
+    """
+    backward = copy_graph(backward)
+    erase_unused(backward)
+    (results,) = backward.output_node().args
+    assert isinstance(results, tuple | list)
+    wanted = [x for place, x in enumerate(results) if place in places and isinstance(x, fx.Node)]
+    first = _needed(wanted)
+    # of an op with several results, each is taken where the op runs
+    first |= {
+        node
+        for node in backward.nodes
+        if node.target is operator.getitem and node.all_input_nodes[0] in first
+    }
+    carried = []
+    for node in backward.nodes:
+        if node.op != "placeholder" and node not in first:
+            continue
+        taken = any(user.op != "output" and user not in first for user in node.users)
+        gives = any(x is node and place not in places for place, x in enumerate(results))
+        if taken or gives:
+            carried.append(node.name)
+    names = frozenset(node.name for node in first if node.op == "call_function")
+    return Halves(frozenset(places), names, tuple(carried))
+
+
+def inputs_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
+    """Return a copy that gives the gradients of the `places`, None for all others, and then the
+    values that are carried over.
+    """
+    graph = copy_graph(backward)
+    nodes = {node.name: node for node in graph.nodes}
+    (results,) = graph.output_node().args
+    assert isinstance(results, tuple | list)
+    own = [x if place in halves.places else None for place, x in enumerate(results)]
+    graph.output_node().args = ((*own, *(nodes[name] for name in halves.carried)),)
+    erase_unused(graph)
+    return graph
+
+
+def weights_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
+    """Return a graph that takes what is carried over, and then the operands that a form of the
+    backward has besides (`with_accumulated`), and gives the other gradients, None for those of the
+    `places`.
+    """
+    graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
+    nodes = {node.name: node for node in backward.nodes}
+    for number, name in enumerate(halves.carried):
+        twins[nodes[name]] = graph.placeholder(f"carried_{number}")
+    (results,) = backward.output_node().args
+    assert isinstance(results, tuple | list)
+    own = [None if place in halves.places else x for place, x in enumerate(results)]
+    needed = _needed([x for x in own if isinstance(x, fx.Node)], twins)
+    for node in backward.nodes:
+        more = node.op == "placeholder" and node.name.startswith("held_")
+        if node not in twins and (more or node in needed):
+            twins[node] = graph.node_copy(node, lambda n: twins[n])
+    for node, twin in twins.items():
+        twin.meta = dict(node.meta)
+    for name in halves.carried:
+        twins[nodes[name]].meta["carried"] = name
+    output: Any = tuple(twins[x] if isinstance(x, fx.Node) else x for x in own)
+    graph.output(output)
+    graph.output_node().meta = dict(backward.output_node().meta)
+    return graph
+
+
+def _needed(wanted: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return these nodes and all that they are computed of, up to what is known."""
+    found, stack = set[fx.Node](), list(wanted)
+    while stack:
+        node = stack.pop()
+        if node not in found and node not in known:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
