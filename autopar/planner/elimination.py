@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +50,9 @@ class _Eliminated(NamedTuple):
         """Return the variable's best value where all variables have these values."""
         total: NDArray[np.float64] | float = 0.0
         for part in self.parts:
-            at = (values[v] if n > 1 else 0 for v, n in zip(self.neighbours, part.shape[1:]))
-            total = total + part[(_ALL, *at)]
+            each = zip(self.neighbours, part.shape[1:], strict=True)
+            at: tuple[Any, ...] = tuple(values[v] if n > 1 else 0 for v, n in each)
+            total = total + part[:, *at]
         return int(np.argmin(total))
 
 
@@ -87,7 +88,8 @@ def minimise(
         enter(table)
     eliminated: list[_Eliminated] = []
     constant = math.fsum(float(table.costs) for table in tables if not table.variables)
-    for variable in order_of(sizes, tables) if order is None else order:
+    scopes = [table.variables for table in tables]
+    for variable in order_of(sizes, scopes) if order is None else order:
         own_tables = list(tables_of[variable].items())
         for number, table in own_tables:
             for other in table.variables:
@@ -125,12 +127,12 @@ def drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
     return reduced
 
 
-def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
+def order_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]:
     """Return an order in which to eliminate: that of the first heuristic whose tables are all
-    small, else of the one whose largest table is smallest. The heuristics look only at sizes.
+    small, else of the one whose largest table is smallest. `scopes`: the variables of each table.
     Raises PlanError where that table is too large.
     """
-    neighbours = neighbours_of(sizes, tables)
+    neighbours = neighbours_of(sizes, [[v for v in scope if sizes[v] > 1] for scope in scopes])
     orders: list[tuple[float, list[int], list[int]]] = []
     for rate in _RATES:
         orders.append(simulate_order(sizes, neighbours, rate))
@@ -142,12 +144,12 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
     return order
 
 
-def neighbours_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[set[int]]:
+def neighbours_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[set[int]]:
     """Return, for every variable, the others that share a table with it."""
     neighbours: list[set[int]] = [set() for _ in sizes]
-    for table in tables:
-        for variable in table.variables:
-            neighbours[variable].update(set(table.variables) - {variable})
+    for scope in scopes:
+        for variable in scope:
+            neighbours[variable].update(set(scope) - {variable})
     return neighbours
 
 
@@ -261,7 +263,8 @@ def _lowest(parts: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> NDA
         total: NDArray[np.float64] | float = 0.0
         for part in parts:
             total = total + _at(part, block)
-        into = costs[(*block, ...)]
+        place: tuple[Any, ...] = (*block, ...)
+        into = costs[place]
         if (size := into.size * shape[0]) > len(room):
             room = np.empty(size)
         summed = room[:size].reshape(shape[0], *into.shape)
@@ -272,8 +275,9 @@ def _lowest(parts: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> NDA
 
 def _at(part: NDArray[np.float64], block: tuple[slice, ...]) -> NDArray[np.float64]:
     """Return the part's entries of a block, where its dim has more than one."""
-    at = (at if n > 1 else _ALL for at, n in zip(block, part.shape[1:], strict=True))
-    return part[(_ALL, *at)]
+    each = zip(block, part.shape[1:], strict=True)
+    at: tuple[Any, ...] = tuple(at if n > 1 else _ALL for at, n in each)
+    return part[:, *at]
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
