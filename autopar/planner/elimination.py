@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,16 +34,31 @@ class Table(NamedTuple):
     costs: NDArray[np.float64]
 
 
+Arrays = tuple[NDArray[np.float64], ...]
+
+
 class _Eliminated(NamedTuple):
+    """A variable that is gone. The sum of `parts` has its values in dim 0 and those of each of its
+    `neighbours` in the next ones.
+    """
+
     variable: int
     neighbours: tuple[int, ...]
-    best: NDArray[np.intp]
+    parts: Arrays
+
+    def best(self, values: Sequence[int]) -> int:
+        """Return the variable's best value where all variables have these values."""
+        total: NDArray[np.float64] | float = 0.0
+        for part in self.parts:
+            each = zip(self.neighbours, part.shape[1:], strict=True)
+            at: tuple[Any, ...] = tuple(values[v] if n > 1 else 0 for v, n in each)
+            total = total + part[:, *at]
+        return int(np.argmin(total))
 
 
-Memo = dict[
-    tuple[object, ...],
-    tuple[NDArray[np.float64], NDArray[np.intp], tuple[NDArray[np.float64], ...]],
-]
+_ALL = slice(None)
+
+Memo = dict[tuple[object, ...], tuple[NDArray[np.float64], Arrays, Arrays]]
 
 
 def minimise(
@@ -73,7 +88,8 @@ def minimise(
         enter(table)
     eliminated: list[_Eliminated] = []
     constant = math.fsum(float(table.costs) for table in tables if not table.variables)
-    for variable in order_of(sizes, tables) if order is None else order:
+    scopes = [table.variables for table in tables]
+    for variable in order_of(sizes, scopes) if order is None else order:
         own_tables = list(tables_of[variable].items())
         for number, table in own_tables:
             for other in table.variables:
@@ -81,17 +97,17 @@ def minimise(
         neighbours = tuple(
             sorted({v for _, table in own_tables for v in table.variables} - {variable})
         )
-        costs, best = eliminate(
+        costs, parts = eliminate(
             variable, neighbours, [table for _, table in own_tables], sizes, memo
         )
-        eliminated.append(_Eliminated(variable, neighbours, best))
+        eliminated.append(_Eliminated(variable, neighbours, parts))
         if neighbours:
             enter(Table(neighbours, costs))
         else:
             constant += float(costs)
     values = [0] * len(sizes)
-    for variable, neighbours, best in reversed(eliminated):
-        values[variable] = int(best[tuple(values[n] for n in neighbours)])
+    for each in reversed(eliminated):
+        values[each.variable] = each.best(values)
     return constant, values
 
 
@@ -111,12 +127,12 @@ def drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
     return reduced
 
 
-def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
+def order_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]:
     """Return an order in which to eliminate: that of the first heuristic whose tables are all
-    small, else of the one whose largest table is smallest. The heuristics look only at sizes.
+    small, else of the one whose largest table is smallest. `scopes`: the variables of each table.
     Raises PlanError where that table is too large.
     """
-    neighbours = neighbours_of(sizes, tables)
+    neighbours = neighbours_of(sizes, [[v for v in scope if sizes[v] > 1] for scope in scopes])
     orders: list[tuple[float, list[int], list[int]]] = []
     for rate in _RATES:
         orders.append(simulate_order(sizes, neighbours, rate))
@@ -128,12 +144,12 @@ def order_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[int]:
     return order
 
 
-def neighbours_of(sizes: Sequence[int], tables: Sequence[Table]) -> list[set[int]]:
+def neighbours_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[set[int]]:
     """Return, for every variable, the others that share a table with it."""
     neighbours: list[set[int]] = [set() for _ in sizes]
-    for table in tables:
-        for variable in table.variables:
-            neighbours[variable].update(set(table.variables) - {variable})
+    for scope in scopes:
+        for variable in scope:
+            neighbours[variable].update(set(scope) - {variable})
     return neighbours
 
 
@@ -214,63 +230,71 @@ def simulate_order(
 
 def eliminate(
     variable: int, neighbours: tuple[int, ...], parts: list[Table], sizes: Sequence[int], memo: Memo
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Return the table that is left over the neighbours, and the best value of the variable in each
-    entry.
+) -> tuple[NDArray[np.float64], Arrays]:
+    """Return the table that is left over the neighbours, and the arrays of which it is the least
+    sum: the variable's values are their dim 0.
     """
     dims = (*neighbours, variable)
     where = {v: i for i, v in enumerate(dims)}
-    shape = tuple(sizes[v] for v in dims)
     parts = sorted(parts, key=lambda table: [where[v] for v in table.variables])
+    shape = tuple(sizes[v] for v in dims)
     key = (shape, *((id(table.costs), tuple(where[v] for v in table.variables)) for table in parts))
     if key not in memo:
-        costs, best = _lowest([spread(table, where, len(dims)) for table in parts], shape)
+        first = {v: i for i, v in enumerate((variable, *neighbours))}
+        arrays = tuple(np.ascontiguousarray(spread(table, first, len(dims))) for table in parts)
         memo[key] = (
-            costs,
-            best,
+            _lowest(arrays, tuple(sizes[v] for v in first)),
+            arrays,
             tuple(table.costs for table in parts),
         )  # holding the tables keeps their ids from being reused
-    costs, best, _ = memo[key]
-    return costs, best
+    costs, arrays, _ = memo[key]
+    return costs, arrays
 
 
-def _lowest(
-    parts: Sequence[NDArray[np.float64]], shape: tuple[int, ...]
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
-    """Return the least over the last dim of the sum of these arrays, and where it is. They are
-    added up in blocks that a cache holds: the whole sum is large, and memory is slow.
+def _lowest(parts: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Return the least over dim 0 of the sum of these arrays. They are added up in blocks that a
+    cache holds: the whole sum is large, and memory is slow.
     """
-    costs, best = np.empty(shape[:-1]), np.empty(shape[:-1], dtype=np.intp)
+    if not parts:
+        return np.zeros(shape[1:])
+    *parts, last = parts
+    costs, room = np.empty(shape[1:]), np.empty(min(_BLOCK, math.prod(shape)))
     for block in _blocks(shape):
         total: NDArray[np.float64] | float = 0.0
         for part in parts:
-            total = total + part[tuple(at if n > 1 else _ALL for at, n in zip(block, part.shape))]
-        left = costs[block].shape
-        rows = np.broadcast_to(total, left + shape[-1:]).reshape(-1, shape[-1])
-        lowest = rows.argmin(-1)
-        best[block] = lowest.reshape(left)
-        costs[block] = rows[np.arange(len(rows)), lowest].reshape(left)  # faster than min
-    return costs, best
+            total = total + _at(part, block)
+        place: tuple[Any, ...] = (*block, ...)
+        into = costs[place]
+        if (size := into.size * shape[0]) > len(room):
+            room = np.empty(size)
+        summed = room[:size].reshape(shape[0], *into.shape)
+        np.add(total, _at(last, block), out=summed)
+        np.minimum.reduce(summed, axis=0, out=into)
+    return costs
 
 
-_ALL = slice(None)
+def _at(part: NDArray[np.float64], block: tuple[slice, ...]) -> NDArray[np.float64]:
+    """Return the part's entries of a block, where its dim has more than one."""
+    each = zip(block, part.shape[1:], strict=True)
+    at: tuple[Any, ...] = tuple(at if n > 1 else _ALL for at, n in each)
+    return part[:, *at]
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Yield slices of all dims but the last, of at most _BLOCK entries in all if that can be."""
-    split, inner = len(shape) - 1, shape[-1]
-    while split > 0 and inner * shape[split - 1] <= _BLOCK:
+    """Yield slices of all dims but the first, of at most _BLOCK entries in all if that can be."""
+    inner, *rest = shape
+    split = len(rest)
+    while split > 0 and inner * rest[split - 1] <= _BLOCK:
         split -= 1
-        inner *= shape[split]
+        inner *= rest[split]
     if split == 0:
-        yield (_ALL,) * (len(shape) - 1)
+        yield (_ALL,) * len(rest)
         return
     step = max(1, _BLOCK // inner)
-    starts = range(0, shape[split - 1], step)
-    for place in np.ndindex(shape[: split - 1]):
-        for start in starts:
+    for place in np.ndindex(*rest[: split - 1]):
+        for start in range(0, rest[split - 1], step):
             outer = tuple(slice(i, i + 1) for i in place)
-            yield (*outer, slice(start, start + step), *(_ALL,) * (len(shape) - 1 - split))
+            yield (*outer, slice(start, start + step), *(_ALL,) * (len(rest) - split))
 
 
 def spread(table: Table, where: dict[int, int], dims: int) -> NDArray[np.float64]:

@@ -72,7 +72,8 @@ def mini_buckets(sizes: Sequence[int], tables: Sequence[Table]) -> tuple[float, 
     """
     memo: Memo = {}
     fixed: list[list[Table]] = [[] for _ in sizes]
-    _, order, _ = simulate_order(sizes, neighbours_of(sizes, tables), table_size)
+    neighbours = neighbours_of(sizes, [table.variables for table in tables])
+    _, order, _ = simulate_order(sizes, neighbours, table_size)
     place = {variable: i for i, variable in enumerate(order)}
     bound = math.fsum(float(table.costs) for table in tables if not table.variables)
 
@@ -175,7 +176,7 @@ def _cut_set(
     others. Where the smallest table would be large, the variable of that table is held that was
     held least, then the one of most neighbours.
     """
-    neighbours = neighbours_of(sizes, tables)
+    neighbours = neighbours_of(sizes, [table.variables for table in tables])
     queue = [(table_size(v, sizes, neighbours), v) for v in range(len(sizes))]
     heapq.heapify(queue)
     gone: set[int] = set()

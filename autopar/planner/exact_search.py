@@ -15,7 +15,7 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ from autopar.ir.strategy import (
 )
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.constraint import Constraint, Offered
-from autopar.planner.elimination import LARGEST, Memo, Table, minimise, too_large
+from autopar.planner.elimination import LARGEST, Table, minimise, order_of, too_large
 from autopar.planner.entangled import minimise_nearly
 from autopar.planner.objective import node_costs
 from autopar.planner.plan_notes import unsplit
@@ -106,7 +106,8 @@ class Search:
         self.regions = Regions(self.notes, self.known)
         self.conversions = ReshardCosts(world, self.known)
         self.variables: list[Options] = []
-        self.tables: list[Table] = []
+        self.scopes: list[tuple[int, ...]] = []  # the variables of each table
+        self._costs: list[Callable[[], Array]] = []  # which it is made of once all can be added up
         self.index: dict[str, int] = {}  # variable of a node, or of output number i as "output i"
         self.copies: dict[Value, int] = {}
         self.native: dict[Value, Want] = {}  # the layouts in which a value is made
@@ -116,8 +117,8 @@ class Search:
     def solve(self) -> Plan:
         """Build the tables, minimise their sum, and return the plan."""
         self.enter()
-        memo: Memo = {}
-        return self.plan(*minimise(self.sizes, self.tables, memo))
+        order = order_of(self.sizes, self.scopes)
+        return self.plan(*minimise(self.sizes, self.tables, order=order))
 
     def solve_nearly(self) -> Plan:
         """Build the tables and return the plan of their least sum, or one near it, with a bound."""
@@ -134,8 +135,18 @@ class Search:
         """The number of values of each variable."""
         return [len(variable.items) for variable in self.variables]
 
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The tables of all that `enter` entered."""
+        each = zip(self.scopes, self._costs, strict=True)
+        return [Table(scope, costs()) for scope, costs in each]
+
+    def _enter_table(self, scope: tuple[int, ...], costs: Callable[[], Array]) -> None:
+        self.scopes.append(scope)
+        self._costs.append(costs)
+
     def enter(self) -> None:
-        """Build all variables and tables."""
+        """Build all variables, and what makes their tables."""
         entries = {entry.node: entry for entry in self.program.signature.inputs}
         nodes = list(self.program.module.graph.nodes)
         self.element = {
@@ -171,7 +182,7 @@ class Search:
     def _variable(self, name: str, options: Options) -> int:
         self.index[name] = len(self.variables)
         self.variables.append(options)
-        self.tables.append(Table((self.index[name],), options.costs))
+        self._enter_table((self.index[name],), lambda: options.costs)
         return self.index[name]
 
     def _gradient(self, value: Value) -> bool:
@@ -312,15 +323,16 @@ class Search:
         element = self.program.element(value, self.element[value[0]][value[1]])
         copy = self._copy(value, native, wants) if len(wants) > 1 else None
         if copy is not None:
-            order = (native.variable, copy.variable)
-            self.tables.append(Table(order, self.conversions.copied(native, copy, element)))
+            scope: tuple[int, ...] = (native.variable, copy.variable)
+            self._enter_table(scope, partial(self.conversions.copied, native, copy, element))
         for want in wants:
             if copy is None:
-                costs = self.conversions.direct(native, want, element)
-                self.tables.append(Table((native.variable, want.variable), costs))
+                scope = (native.variable, want.variable)
+                costs = partial(self.conversions.direct, native, want, element)
             else:
-                costs = self.conversions.nearer(native, copy, want, element)
-                self.tables.append(Table((native.variable, copy.variable, want.variable), costs))
+                scope = (native.variable, copy.variable, want.variable)
+                costs = partial(self.conversions.nearer, native, copy, want, element)
+            self._enter_table(scope, costs)
 
     def _copy(self, value: Value, native: Want, wants: list[Want]) -> Want | None:
         """Return a variable for a second layout of the value, one that at least two uses may want;

@@ -164,7 +164,8 @@ def by_cost(
     `sizes`: how many values each variable has. Raises PlanError where the graph is too entangled
     for tables that fit in memory.
     """
-    order = order_of(sizes, [*tables, *(t for others, _ in capped for t in others)])
+    every = [*tables, *(table for others, _ in capped for table in others)]
+    order = order_of(sizes, [table.variables for table in every])
     start, steps = _estimated(sizes, tables, order)
     others = [_estimated(sizes, tables, order) for tables, _ in capped]
     caps = [cap * (1 + _TINY) for _, cap in capped]
