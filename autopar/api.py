@@ -17,17 +17,17 @@ from autopar._compat import pytree
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
 from autopar.ir.garbage import without_collection
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
 from autopar.ir.progress import shown
 from autopar.ops import devices
 from autopar.passes.draws import draws
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.passes.trace.original import compare_original
-from autopar.planner import edit, world_size
-from autopar.planner.confirm import finish_plan, rewrite_for_ranks
+from autopar.planner import edit
+from autopar.planner.confirm import rewrite_for_ranks
+from autopar.planner.division import plan_division
 from autopar.planner.division_search import in_fastest_division, is_open
 from autopar.planner.padding import with_padding_of
-from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_parts
+from autopar.planner.pipelines import of_one_stage
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import (
     Layouts,
@@ -122,40 +122,8 @@ def plan(
     )
     request = options.request(machines)
     check_room(model, machines, request.budget)
-    attempt = partial(_plan_division, model, inputs, machines, progress=progress, smaller=smaller)
+    attempt = partial(plan_division, model, inputs, machines, progress=progress, smaller=smaller)
     return in_fastest_division(attempt, machines, request, microbatches, inputs)
-
-
-def _plan_division(
-    model: nn.Module,
-    inputs: Inputs,
-    machines: World,
-    request: PlanRequest,
-    progress: Progress | None = None,
-    smaller: bool = False,
-) -> Plan:
-    """Return the plan of a step that is divided as `request` says: into micro-batches, and into
-    stages if these are its layout.
-    """
-    machines, request = of_one_stage(machines, request)
-    require_parts(request)
-    pipeline = PassManager(progress)
-    source, parts = trace_step(model, inputs, request.microbatches, pipeline)
-    analysed = analyse(pipeline, source, request)
-    search = partial(choose_plan, pipeline, analysed, machines)
-
-    def finish(chosen: Program, inner: PlanRequest) -> Plan:
-        return finish_plan(pipeline, source, chosen, machines, inner, parts)
-
-    if request.stages is not None:
-        return fit_in_stages(search, finish, request)[1]
-    program = search(request)
-    best = finish(program, request)
-    if not smaller or request.microbatches > 1:
-        return best
-    pipeline.progress("smaller worlds")
-    fewer = world_size.smaller_world(program, best, request)
-    return dataclasses.replace(best, smaller=fewer)
 
 
 def apply(
@@ -308,7 +276,7 @@ def _plan_and_apply(
         world, options, inputs, backend=backend, sync_parameters=sync_parameters
     )
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
-    attempt = partial(_plan_division, model, inputs, machines)
+    attempt = partial(plan_division, model, inputs, machines)
     layout, microbatches = options.layout, options.microbatches
 
     def search() -> tuple[Layouts, int]:

@@ -123,6 +123,8 @@ def _print(advice: Advice, model: str, out: Path | None) -> None:
     print_line(screen, "model", model)
     print_line(screen, "world", str(plan.world))
     sizes = f"replicate {degrees.replicate} · shard {degrees.shard} · tensor {degrees.tensor}"
+    if degrees.pipeline > 1:
+        sizes = f"{degrees.pipeline} stages · {sizes}, {degrees.microbatches} micro-batches"
     if degrees.context > 1:
         sizes += f" · context {degrees.context}"
     if degrees.expert > 1:

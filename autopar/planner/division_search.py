@@ -174,8 +174,12 @@ def _least(best: Plan, count: int, rows: int) -> float:
     """
     assert best.context is not None
     rounds = max(1, len(blocks(best.context.source.module.graph.nodes)) // count)
-    computed = sum(row.seconds if row.computation is None else row.computation for row in best.rows)
-    return computed * (1 + (count - 1) / (max(1, rows) * rounds))
+    return computed_seconds(best) * (1 + (count - 1) / (max(1, rows) * rounds))
+
+
+def computed_seconds(plan: Plan) -> float:
+    """Return the seconds of a step in which a rank computes; the rest it waits for others."""
+    return sum(row.seconds if row.computation is None else row.computation for row in plan.rows)
 
 
 def _in_fastest_number(

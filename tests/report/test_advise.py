@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -22,7 +22,15 @@ import autopar
 import moe_models
 from autopar.errors import PlanError
 from autopar.tools.advise import TOOLS, advise
-from autopar.tools.advise.degrees import MODES, Degrees, contexts_of, experts_of, splits_of
+from autopar.tools.advise.degrees import (
+    MODES,
+    Degrees,
+    contexts_of,
+    experts_of,
+    splits_of,
+    stages_of,
+)
+from priced import EMULATED
 
 WORLD = autopar.World.preset("dgx-h100", 8)
 NODES = autopar.World.preset("dgx-h100", 16)
@@ -61,7 +69,7 @@ def model_and_tokens(rows: int = 64) -> tuple[nn.Module, tuple[torch.Tensor]]:
 def degrees_of(
     replicate: int = 1, shard: int = 1, tensor: int = 1, mode: str = "none", dtype: str = "bfloat16"
 ) -> Degrees:
-    return Degrees(replicate, shard, tensor, mode, 4, 128, 8, 4, dtype, 1, 1)
+    return Degrees(replicate, shard, tensor, mode, 4, 128, 8, 4, dtype, 1, 1, 1, 1)
 
 
 def expressible(tool: str) -> list[Degrees]:
@@ -71,6 +79,11 @@ def expressible(tool: str) -> list[Degrees]:
         every += [more for plain in every for more in contexts_of(plain)]
     if TOOLS[tool].expert:
         every += [more for each in every for more in experts_of(each, (8, 12))]
+    if TOOLS[tool].pipeline:
+        every += [
+            replace(degrees_of(1, shard, tensor), pipeline=pipeline, microbatches=microbatches)
+            for pipeline, microbatches, shard, tensor in stages_of(NODES, 4, 64)
+        ]
     return [d for d in (*every, degrees_of(dtype="float32")) if not TOOLS[tool].refuses(d)]
 
 
@@ -87,7 +100,7 @@ def test_the_best_of_what_was_tried_is_advised(tool: str) -> None:
     assert steps[advice.degrees] == min(steps.values()) == advice.plan.overlapped
     assert all(d.ranks == 8 and not TOOLS[tool].refuses(d) for d in steps)
     again = autopar.plan(
-        model, WORLD, inputs, TOOLS[tool].grid(advice.degrees),
+        model, WORLD, inputs, TOOLS[tool].layout(advice.degrees),
         recompute=advice.degrees.mode, smaller=False, outputs="sharded",
     )  # fmt: skip
     assert again.overlapped == advice.plan.overlapped
@@ -129,6 +142,27 @@ def test_a_single_long_sequence_is_split() -> None:
     assert advice.degrees.context > 1 and advice.degrees.data == 1
     assert advice.plan.mesh.sizes["context"] == advice.degrees.context
     assert f"context_parallel_degree = {advice.degrees.context}" in advice.text
+
+
+def test_stages_are_taken_where_links_are_slow() -> None:
+    with torch.device("meta"):
+        model, tokens = Model(1024, 4), torch.zeros(8, 32, dtype=torch.long)
+    advice = advise(model, EMULATED, (tokens,), "torchtitan")
+    steps = {d: step for d, step in advice.tried if isinstance(step, float)}
+    assert {d.pipeline for d in steps} == {1, 2, 4}
+    assert steps[advice.degrees] == min(steps.values()) and advice.degrees.pipeline > 1
+    assert advice.plan.pipeline.ranks == advice.degrees.pipeline
+    assert advice.plan.microbatches == advice.degrees.microbatches
+    assert f"pipeline_parallel_degree = {advice.degrees.pipeline}" in advice.text
+    assert advice.own is not None and advice.own.pipeline.ranks == advice.degrees.pipeline
+
+
+def test_stages_whose_bubble_is_too_long_are_not_planned() -> None:
+    model, inputs = model_and_tokens(rows=16)
+    advice = advise(model, WORLD, inputs, "torchtitan", compare=False)
+    staged = {d: found for d, found in advice.tried if d.pipeline > 1}
+    assert staged and advice.degrees.pipeline == 1
+    assert any("bubble" in found for found in staged.values() if isinstance(found, str))
 
 
 @pytest.mark.slow
@@ -197,6 +231,8 @@ TITAN: dict[str, dict[str, Any]] = {
         "fsdp_reshard_after_forward": ("default", "always", "never"),
         "tensor_parallel_degree": int,
         "pipeline_parallel_degree": int,
+        "pipeline_parallel_schedule": ("1F1B", "Interleaved1F1B", "GPipe", "ZBVZeroBubble"),
+        "pipeline_parallel_microbatch_size": int,
         "context_parallel_degree": int,
         "expert_parallel_degree": int,
     },
@@ -215,7 +251,11 @@ def test_torchtitan(degrees: Degrees) -> None:
     sizes, training = job["parallelism"], job["training"]
     data = sizes["data_parallel_replicate_degree"] * sizes["data_parallel_shard_degree"]
     contexts = sizes["context_parallel_degree"]
-    assert data * contexts * sizes["tensor_parallel_degree"] == degrees.ranks
+    stages = sizes["pipeline_parallel_degree"]
+    assert data * contexts * sizes["tensor_parallel_degree"] * stages == degrees.ranks
+    if stages > 1:  # torchtitan/distributed/pipeline_parallel.py asserts the first
+        rows, each = training["local_batch_size"], sizes["pipeline_parallel_microbatch_size"]
+        assert rows % each == 0 and rows // each == degrees.microbatches >= stages
     experts = sizes["expert_parallel_degree"]  # the range that job_config.py gives
     assert experts == 1 or contexts <= experts <= sizes["data_parallel_shard_degree"] * contexts
     assert training["global_batch_size"] == training["local_batch_size"] * data
@@ -248,9 +288,12 @@ def test_megatron(degrees: Degrees) -> None:
     options = megatron_parser().parse_args(words)
     assert options.tensor_model_parallel_size == degrees.tensor
     contexts, experts = options.context_parallel_size or 1, options.expert_model_parallel_size or 1
-    data = degrees.ranks // degrees.tensor // contexts
+    stages = options.pipeline_model_parallel_size
+    data = degrees.ranks // degrees.tensor // contexts // stages
+    assert stages == degrees.pipeline and degrees.layers % stages == 0
     assert (contexts, experts) == (degrees.context, degrees.expert) and data % experts == 0
-    assert options.global_batch_size == options.micro_batch_size * data
+    parts, left = divmod(options.global_batch_size, options.micro_batch_size * data)
+    assert (parts, left) == (degrees.microbatches, 0)
     assert options.sequence_parallel == (degrees.tensor > 1)  # it is refused with one rank
     assert options.use_distributed_optimizer == (degrees.shard * degrees.context > 1)
     assert options.overlap_param_gather <= options.use_distributed_optimizer

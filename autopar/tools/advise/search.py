@@ -24,8 +24,10 @@ from autopar.ir.plan_table import format_bytes
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.confirm import finish_plan
+from autopar.planner.division import plan_division
+from autopar.planner.division_search import computed_seconds
 from autopar.planner.planner import analyse, choose_plan
-from autopar.planner.request import Layouts, PlanRequest
+from autopar.planner.request import Layouts, PlanRequest, Stages
 from autopar.planner.tracing import Inputs, trace_model
 from autopar.tools.advise.degrees import (
     MODES,
@@ -34,6 +36,7 @@ from autopar.tools.advise.degrees import (
     contexts_of,
     experts_of,
     splits_of,
+    stages_of,
 )
 from autopar.tools.advise.tools import TOOLS
 from autopar.world import World
@@ -44,8 +47,9 @@ _LISTED = 4  # subgraphs in which a tool's plan differs from autopar's own
 @dataclass(frozen=True)
 class Advice:
     """The best degrees for `tool`, `text` in its own words, and `plan`, what autopar models for
-    them. `own` is autopar's plan for the same memory, None where it was not asked for. `tried`:
-    every candidate with the seconds of its modelled step, or the reason why it is none.
+    them. `own` is autopar's plan for the same memory, in as many stages and micro-batches, None
+    where it was not asked for. `tried`: every candidate with the seconds of its modelled step, or
+    the reason why it is none.
     """
 
     tool: Tool
@@ -124,11 +128,14 @@ def advise(
     budget = Budget.of(world, memory, optimizer, "auto")
     manager = PassManager(progress)
     source = trace_model(model, inputs, manager)
-    planning = _Planning(source, analyse(manager, source, PlanRequest(overlap=True)), world, budget)
-    candidates = list(_candidates(TOOLS[tool], planning, inputs))
-    best = _fastest(TOOLS[tool], planning, candidates, progress)
-    own = planning.plan("auto", "auto") if compare else None
-    degrees, plan, tried = best
+    analysed = analyse(manager, source, PlanRequest(overlap=True))
+    planning = _Planning(model, inputs, source, analysed, world, budget)
+    degrees, plan, tried = _fastest(TOOLS[tool], planning, progress)
+    own_layout: Layouts = "auto"
+    if degrees.pipeline > 1:
+        own_layout = Stages(degrees.pipeline, "auto", schedule="auto")
+    parts = degrees.microbatches
+    own = planning.plan(own_layout, "auto", microbatches=parts) if compare else None
     return Advice(TOOLS[tool], degrees, TOOLS[tool].write(degrees), plan, own, tried)
 
 
@@ -136,12 +143,16 @@ def advise(
 class _Planning:
     """A model that was traced and annotated once, to plan under many layouts."""
 
+    model: nn.Module
+    inputs: Inputs
     source: Program
     program: Program
     world: World
     budget: Budget
 
-    def plan(self, layout: Layouts, recompute: Any, more_bytes: float = 0.0) -> Plan:
+    def plan(
+        self, layout: Layouts, recompute: Any, more_bytes: float = 0.0, microbatches: int = 1
+    ) -> Plan:
         """Return the plan of a layout, with so many bytes less on each device. Raises PlanError
         where it does not fit, LayoutError where the layout does not.
         """
@@ -152,14 +163,18 @@ class _Planning:
                 raise PlanError(f"{format_bytes(more_bytes)} are held beside the plan")
         budget = replace(self.budget, memory_bytes=limit, recompute=recompute)
         request, manager = PlanRequest(layout, budget, overlap=True), PassManager()
+        if microbatches > 1:
+            return plan_division(self.model, self.inputs, self.world, request.divided(microbatches))
         chosen = choose_plan(manager, self.program, self.world, request)
         return finish_plan(manager, self.source, chosen, self.world, request)
 
 
-def _candidates(tool: Tool, planning: _Planning, inputs: Inputs) -> Iterator[Degrees | str]:
-    """Yield the degrees of a world, or why some are none for this tool or this batch."""
+def _candidates(tool: Tool, planning: _Planning) -> Iterator[Degrees | str]:
+    """Yield the degrees of a world, or why some are none for this tool or this batch; those with
+    stages come last.
+    """
     notes = planning.program.annotations
-    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
+    tensors = [x for x in pytree.tree_leaves(planning.inputs) if isinstance(x, torch.Tensor)]
     tokens = next((x for x in tensors if x.dim() == 2 and not x.is_floating_point()), None)
     batch = 0 if tokens is None or tokens.shape[0] != 1 else 1  # one row has no factor
     if notes is not None and notes.batch is not None:
@@ -175,7 +190,7 @@ def _candidates(tool: Tool, planning: _Planning, inputs: Inputs) -> Iterator[Deg
     experts = [atom.size for atom in expert_atoms(planning.program)]
     long = notes is not None and notes.strided_from is not None
     for replicate, shard, tensor in splits_of(world):
-        plain = Degrees(replicate, shard, tensor, "none", 0, *facts, 1, 1)
+        plain = Degrees(replicate, shard, tensor, "none", 0, *facts, 1, 1, 1, 1)
         sizes = [plain]
         if tool.context and long:
             sizes += contexts_of(plain)
@@ -189,6 +204,12 @@ def _candidates(tool: Tool, planning: _Planning, inputs: Inputs) -> Iterator[Deg
                 degrees = replace(each, mode=mode, local_batch=batch // each.data)
                 if mode != "gathers" or degrees.regathers:
                     yield tool.refuses(degrees) or degrees
+    for pipeline, microbatches, shard, tensor in stages_of(world, layers, batch):
+        rows = batch // (shard * microbatches)
+        plain = Degrees(1, shard, tensor, "none", rows, *facts, 1, 1, pipeline, microbatches)
+        for mode in (MODES[0], MODES[-1]) if tool.pipeline else ():
+            degrees = replace(plain, mode=mode)
+            yield tool.refuses(degrees) or degrees
 
 
 def _parameters(source: Program) -> list[torch.Tensor]:
@@ -207,14 +228,13 @@ def _dtype(source: Program) -> str:
 
 
 def _fastest(
-    tool: Tool,
-    planning: _Planning,
-    candidates: list[Degrees | str],
-    progress: Callable[[str], None] | None,
+    tool: Tool, planning: _Planning, progress: Callable[[str], None] | None
 ) -> tuple[Degrees, Plan, tuple[tuple[Degrees, float | str], ...]]:
     """Return the candidate with the shortest modelled step, its plan, and what was tried. Of one
-    mesh the modes are tried from the fastest on, until one fits. Raises PlanError where none does.
+    mesh the modes are tried from the fastest on, until one fits; stages, where their bubble alone
+    does not make them slower. Raises PlanError where none does.
     """
+    candidates = list(_candidates(tool, planning))
     parameters = sum(parameter.numel() for parameter in _parameters(planning.source))
     tried: list[tuple[Degrees, float | str]] = []
     plans: dict[Degrees, Plan] = {}
@@ -226,9 +246,17 @@ def _fastest(
             continue
         if progress is not None:
             progress(f"{tool.name}: {number + 1} of {len(degrees_of)}")
-        more_bytes = tool.more_bytes(degrees, parameters // degrees.tensor)
+        count, parts = degrees.pipeline, degrees.microbatches
+        whole = [plan for known, plan in plans.items() if known.pipeline == 1]
+        fastest = min(whole, key=lambda plan: plan.step_seconds, default=None)
+        if count > 1 and fastest is not None:
+            least = computed_seconds(fastest) * (1 + (count - 1) / parts)
+            if least > fastest.step_seconds:
+                tried.append((degrees, f"its bubble alone makes a step of {least:.3g} s"))
+                continue
+        more_bytes = tool.more_bytes(degrees, parameters // (degrees.tensor * count))
         try:
-            plans[degrees] = planning.plan(tool.grid(degrees), degrees.mode, more_bytes)
+            plans[degrees] = planning.plan(tool.layout(degrees), degrees.mode, more_bytes, parts)
         except (LayoutError, PlanError) as error:
             tried.append((degrees, str(error)))
             continue

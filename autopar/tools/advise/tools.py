@@ -36,10 +36,6 @@ def _yaml(values: dict[str, Any], indent: str = "") -> str:
     return "".join(lines)
 
 
-def _global_batch(degrees: Degrees) -> int:
-    return degrees.local_batch * degrees.data
-
-
 # -- torchtitan ------------------------------------------------------------------------------------
 def _torchtitan_refuses(degrees: Degrees) -> str:
     if degrees.expert > 1 and degrees.tensor > 1:
@@ -51,6 +47,10 @@ def _torchtitan_refuses(degrees: Degrees) -> str:
 
 def _torchtitan(degrees: Degrees) -> str:
     length = {"seq_len": degrees.sequence_length} if degrees.sequence_length else {}
+    stages: dict[str, Any] = {"pipeline_parallel_degree": degrees.pipeline}
+    if degrees.pipeline > 1:
+        stages["pipeline_parallel_schedule"] = "1F1B"
+        stages["pipeline_parallel_microbatch_size"] = degrees.local_batch
     return _toml(
         {
             "parallelism": {
@@ -58,13 +58,13 @@ def _torchtitan(degrees: Degrees) -> str:
                 "data_parallel_shard_degree": degrees.shard,
                 "fsdp_reshard_after_forward": "always" if degrees.regathers else "never",
                 "tensor_parallel_degree": degrees.tensor,
-                "pipeline_parallel_degree": 1,
+                **stages,
                 "context_parallel_degree": degrees.context,
                 "expert_parallel_degree": degrees.expert,
             },
             "training": {
-                "local_batch_size": degrees.local_batch,
-                "global_batch_size": _global_batch(degrees),
+                "local_batch_size": degrees.local_batch * degrees.microbatches,
+                "global_batch_size": degrees.global_batch,
                 **length,
             },
             "activation_checkpoint": {"mode": "full" if degrees.recomputes else "none"},
@@ -84,9 +84,9 @@ def _megatron_refuses(degrees: Degrees) -> str:
 def _megatron(degrees: Degrees) -> str:
     flags = [
         f"--tensor-model-parallel-size {degrees.tensor}",
-        "--pipeline-model-parallel-size 1",
+        f"--pipeline-model-parallel-size {degrees.pipeline}",
         f"--micro-batch-size {degrees.local_batch}",
-        f"--global-batch-size {_global_batch(degrees)}",
+        f"--global-batch-size {degrees.global_batch}",
     ]
     if degrees.sequence_length:
         flags.append(f"--seq-length {degrees.sequence_length}")
@@ -195,7 +195,7 @@ def _deepspeed(degrees: Degrees) -> str:
     if degrees.replicate > 1 and degrees.shard > 1:
         zero["mics_shard_size"] = degrees.shard
     values: dict[str, Any] = {
-        "train_batch_size": _global_batch(degrees),
+        "train_batch_size": degrees.global_batch,
         "train_micro_batch_size_per_gpu": degrees.local_batch,
         "gradient_accumulation_steps": 1,
         "zero_optimization": zero,
@@ -213,10 +213,11 @@ TOOLS = {
         Tool(
             "megatron", "Megatron-LM of 2025", "megatron.sh", True,
             _megatron_refuses, _megatron, _megatron_bytes, context=True, expert=True,
+            pipeline=True,
         ),
         Tool(
             "torchtitan", "torchtitan 000204a4", "job.toml", True,
-            _torchtitan_refuses, _torchtitan, context=True, expert=True,
+            _torchtitan_refuses, _torchtitan, context=True, expert=True, pipeline=True,
         ),
         Tool(
             "accelerate", "accelerate 1.15", "accelerate.yaml", False,
