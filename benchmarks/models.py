@@ -107,6 +107,59 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Experts(nn.Module):
+    """An MLP of experts by einsum, as GShard has it (arXiv 2006.16668): in a row of the batch each
+    expert takes a quarter more tokens than its equal share, those that chose it first.
+    """
+
+    def __init__(self, width: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, width, inner).normal_(std=0.02))
+        self.down = nn.Parameter(torch.empty(experts, inner, width).normal_(std=0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` is (batch, sequence, width)."""
+        capacity = 5 * x.shape[1] // (4 * self.experts)
+        gates = self.router(x).softmax(-1)
+        chosen = F.one_hot(gates.argmax(-1), self.experts)
+        place = chosen.cumsum(1) * chosen - 1
+        inside = ((place >= 0) & (place < capacity)).unsqueeze(-1)
+        dispatch = (F.one_hot(place.clamp(0, capacity - 1), capacity) * inside).to(x.dtype)
+        taken = torch.einsum("btec,btd->ebcd", dispatch, x)
+        hidden = F.gelu(torch.einsum("ebcd,edf->ebcf", taken, self.up))
+        result = torch.einsum("ebcf,efd->ebcd", hidden, self.down)
+        return torch.einsum("btec,ebcd->btd", dispatch * gates.unsqueeze(-1), result)
+
+
+class ExpertsBlock(LlamaBlock):
+    """One pre-norm layer whose MLP is of experts."""
+
+    def __init__(self, width: int, heads: int, groups: int, inner: int, experts: int) -> None:
+        super().__init__(width, heads, groups, inner)
+        self.mlp = Experts(width, inner, experts)
+
+
+class MixtureOfExperts(Llama):
+    """A Llama whose every MLP is of experts."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        context: int,
+        width: int,
+        heads: int,
+        inner: int,
+        layers: int,
+        experts: int,
+    ) -> None:
+        super().__init__(vocabulary, context, width, heads, heads, inner, 0)
+        blocks = (ExpertsBlock(width, heads, heads, inner, experts) for _ in range(layers))
+        self.blocks = nn.ModuleList(blocks)
+        self.blocks.apply(small_weights)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model to time: how it is made, its global batch and sequence, and why it is here."""
@@ -158,5 +211,13 @@ SUBJECTS = {
         lambda: GPT(Config(vocabulary=256, context=32, width=512, heads=8, layers=12)),
         16, 32, 256, "38 M parameters in 12 blocks, 512 tokens: little lies between two blocks",
     ),
+    "experts": Subject(
+        lambda: MixtureOfExperts(1024, 128, 512, 8, 2048, 2, 8),
+        48, 128, 1024, "37 M parameters, of which 34 M are 8 experts a layer; 6144 tokens",
+    ),
+    "context": Subject(
+        lambda: Llama(1024, 8192, 256, 8, 1, 704, 2),
+        1, 8192, 1024, "2 M parameters, one sequence of 8192 tokens, one head of keys and values",
+    ),
 }  # fmt: skip
-TIMED = tuple(name for name in SUBJECTS if name not in ("tiny", "deep"))
+TIMED = tuple(n for n in SUBJECTS if n not in ("tiny", "deep", "experts", "context"))
