@@ -278,14 +278,15 @@ def _plan_and_apply(
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
     attempt = partial(plan_division, model, inputs, machines)
     layout, microbatches = options.layout, options.microbatches
+    searched: list[Plan] = []  # by rank 0
 
     def search() -> tuple[Layouts, int]:
-        found = in_fastest_division(
+        plan = in_fastest_division(
             attempt, machines, request, microbatches, inputs, pipelines=backend is None
         )
+        searched.append(plan)
         within = layout.within if isinstance(layout, Stages) else layout
-        staged = Stages.of(found, within) if found.stage_starts else within
-        return staged, found.microbatches
+        return Stages.of(plan, within) if plan.stage_starts else within, plan.microbatches
 
     if is_open(layout, microbatches):
         layout, microbatches = ranks.from_rank_0(
@@ -295,7 +296,7 @@ def _plan_and_apply(
     machines, divided = ranks.together(
         "reading the layout", lambda: of_one_stage(machines, divided)
     )
-    plan = plan_on_rank_0(model, machines, inputs, divided)
+    plan = plan_on_rank_0(model, machines, inputs, divided, known=next(iter(searched), None))
     return _apply(model, plan, None, backend, options.overlap, sync_parameters, place)
 
 

@@ -180,11 +180,12 @@ def plan_on_rank_0(
     request: PlanRequest,
     like: Plan | None = None,
     traced: Program | None = None,
+    known: Plan | None = None,
 ) -> Plan:
     """Return rank 0's plan, on every rank. Collective. Each step that may fail on one rank alone is
     a `ranks.together` of its own, never one inside another. `like`: a plan of the same model for
     another call, whose mesh and stored layouts (by the names of parameters) are kept. `traced`: the
-    model's trace, where it was made already.
+    model's trace, where it was made already. `known`: rank 0's plan, where it has searched already.
     """
     assert request.layout is not None
     if like is None:
@@ -210,6 +211,8 @@ def plan_on_rank_0(
     choose = partial(choose_plan, pipeline, program, world)
 
     def search() -> Plan | None:
+        if known is not None:
+            return _by_placeholder(known, program)
         if like is not None:
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:

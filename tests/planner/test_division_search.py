@@ -240,3 +240,19 @@ def test_a_schedule_that_is_left_open_is_the_fastest() -> None:
     ]
     steps = [plan.step_seconds for plan in plans]
     assert steps[2] == min(steps) < steps[0] and plans[2].rounds == 2
+
+
+def test_parallelize_searches_a_division_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.planner import planner
+
+    searched: list[Any] = []
+    search = planner.search_plan
+
+    def counted(program: Any, world: Any, request: Any) -> Any:
+        searched.append(request)
+        return search(program, world, request)
+
+    monkeypatch.setattr(planner, "search_plan", counted)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    par = autopar.parallelize(model, 1, (torch.ones(4, 8),), microbatches="auto")
+    assert len(searched) == 1 and par.plan.microbatches == 1
