@@ -312,12 +312,12 @@ def _plan_and_apply(
     layout, microbatches = options.layout, options.microbatches
 
     def search() -> tuple[Layouts, int]:
-        found = in_fastest_division(
+        fastest = in_fastest_division(
             attempt, machines, request, microbatches, inputs, pipelines=backend is None
         )
         within = layout.within if isinstance(layout, Stages) else layout
-        staged = Stages.of(found, within) if found.stage_starts else within
-        return staged, found.microbatches
+        staged = Stages.of(fastest, within) if fastest.stage_starts else within
+        return staged, fastest.microbatches
 
     if is_open(layout, microbatches):
         layout, microbatches = ranks.from_rank_0(
