@@ -81,8 +81,8 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     its backend knows no limit.
     """
     backend = group._get_backend(group._device_types[0])
-    found: timedelta | None = getattr(backend.options, "_timeout", None)
-    return found
+    timeout: timedelta | None = getattr(backend.options, "_timeout", None)
+    return timeout
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta | None) -> None:

@@ -88,11 +88,11 @@ def dynamo_sources(graph: torch.fx.Graph) -> list[str]:
     argument, "L['self']._modules['up']._buffers['mean']". To be asked while a backend compiles the
     graph; "" for what it does not say of.
     """
-    found = []
+    sources = []
     for node in graph.find_nodes(op="placeholder"):
         source = getattr(node.meta.get("grapharg"), "source", None)
-        found.append("" if source is None else str(source.name))
-    return found
+        sources.append("" if source is None else str(source.name))
+    return sources
 
 
 def named_backend(name: str) -> Callable[..., Any]:
@@ -102,8 +102,8 @@ def named_backend(name: str) -> Callable[..., Any]:
     if name not in list_backends(exclude_tags=()):
         known = ", ".join(list_backends(exclude_tags=()))
         raise PlanError(f"torch.compile knows no backend {name!r}; it knows {known}")
-    found: Callable[..., Any] = lookup_backend(name)
-    return found
+    compiler: Callable[..., Any] = lookup_backend(name)
+    return compiler
 
 
 def partition(
@@ -185,8 +185,8 @@ def compiled_for(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
                 why = f"{type(error).__name__}: {error}"[:500]
                 warnings.warn(f"autopar: a mask is made op by op, as {why}", stacklevel=2)
                 by_key[key] = lambda *args: [plain(*args)]
-        found: torch.Tensor = by_key[key](*inputs)[0]
-        return found
+        result: torch.Tensor = by_key[key](*inputs)[0]
+        return result
 
     return run
 

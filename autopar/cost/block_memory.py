@@ -95,7 +95,7 @@ def _segment_of_nodes(graph: fx.Graph) -> dict[str, str]:
     What stands between two blocks of the same modules, and between nodes of one block, is of the
     first of the two.
     """
-    found: dict[str, str] = {}
+    segments: dict[str, str] = {}
     pending: list[str] = []
     before = ""
     for node in graph.nodes:
@@ -104,9 +104,9 @@ def _segment_of_nodes(graph: fx.Graph) -> dict[str, str]:
             pending.append(node.name)
             continue
         inside = block.rpartition(".")[0] == before.rpartition(".")[0]
-        found |= dict.fromkeys(pending, before if inside else f"{before}+")
-        found[node.name], before, pending = block, block, []
-    return found | dict.fromkeys(pending, f"{before}+")
+        segments |= dict.fromkeys(pending, before if inside else f"{before}+")
+        segments[node.name], before, pending = block, block, []
+    return segments | dict.fromkeys(pending, f"{before}+")
 
 
 class _Meter(LifetimeRecorder):

@@ -256,9 +256,9 @@ def parts_between(
             rest, bits = divmod(key, everything)
             elements, kind = divmod(rest, len(ORDER))
             axes = tuple(name for place, name in enumerate(mesh.names) if bits >> place & 1)
-            found = _step_seconds(ORDER[kind], axes, mesh, elements, element, world)
+            step_seconds = _step_seconds(ORDER[kind], axes, mesh, elements, element, world)
             in_memory.append(elements * element.bytes / world.device.memory_bytes_per_s)
-            sending.append([*found, 0.0, 0.0, 0.0][:3])
+            sending.append([*step_seconds, 0.0, 0.0, 0.0][:3])
         parts[steps.pairs, 0] += np.array(in_memory)[which]
         for seconds in np.array(sending).T:  # in the order in which `path_parts` adds them
             parts[steps.pairs, 1] += seconds[which]
@@ -275,13 +275,13 @@ def _step_seconds(
     if kind == "S->S":
         elements *= math.prod(mesh.sizes[axis] for axis in axes)
     forward, backward = TRAFFIC[kind]
-    found = []
+    seconds = []
     for name, late in ((forward, False), (backward if element.gradient else None, True)):
         if name is not None:
             traffic = Traffic(name, elements)
             price = collective_cost(traffic, axes, mesh, element.of(name, late), world)
-            found += [price.seconds] * (2 if element.again and not late else 1)
-    return tuple(found)
+            seconds += [price.seconds] * (2 if element.again and not late else 1)
+    return tuple(seconds)
 
 
 class SentCollective(NamedTuple):

@@ -155,7 +155,7 @@ def expert_atoms(program: Program) -> tuple[Atom, ...]:
     """
     notes = program.annotations
     assert notes is not None
-    found: dict[int, Atom] = {}
+    atoms: dict[int, Atom] = {}
     for node in program.module.graph.nodes:
         rule = notes.specs.get(node.name)
         if rule is None or rule.product is None:
@@ -168,8 +168,8 @@ def expert_atoms(program: Program) -> tuple[Atom, ...]:
             in_result = {f for dim in rule.results[0] for f in dim}
             names = frozenset(left & right & in_result) if sum(in_weight) == 1 else names
         for name in sorted(names):
-            found |= {atom.number: atom for atom in notes.factors[node.name][name]}
-    return tuple(found.values())
+            atoms |= {atom.number: atom for atom in notes.factors[node.name][name]}
+    return tuple(atoms.values())
 
 
 def _residual_atoms(program: Program) -> frozenset[int]:

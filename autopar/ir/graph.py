@@ -285,13 +285,13 @@ def where(node: fx.Node) -> str:
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Return these nodes and all that they are computed of."""
-    found, stack = set[fx.Node](), list(nodes)
+    reached, stack = set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
-        if node not in found:
-            found.add(node)
+        if node not in reached:
+            reached.add(node)
             stack.extend(node.all_input_nodes)
-    return found
+    return reached
 
 
 # -- writing ---------------------------------------------------------------------------------------

@@ -88,14 +88,14 @@ def connect_stages(mesh: Mesh, copies: int) -> tuple[dist.ProcessGroup, dist.Pro
     """
     world = _running_world(mesh, copies)
     _end_groups_at_exit()
-    found = _columns.get((mesh, copies))
-    if found is None or found[0] is not world:
+    column = _columns.get((mesh, copies))
+    if column is None or column[0] is not world:
         columns = [list(range(place, mesh.size * copies, mesh.size)) for place in range(mesh.size)]
         timeout = _compat.timeout_of(world)
         up, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout)
         down, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout)
-        found = _columns[mesh, copies] = world, up, down
-    return found[1:]
+        column = _columns[mesh, copies] = world, up, down
+    return column[1:]
 
 
 _columns: dict[

@@ -359,7 +359,7 @@ def _cut_sequences(
         if rule.band not in (None, Band())
         for leaf in refined.expand([refined.factors[name]["q"]])
     }
-    found = False
+    any_cut = False
     for entry in program.signature.inputs:
         dims = refined.values.get((entry.node, 0), ())
         if entry.kind != "user" or len(dims) < 2:
@@ -368,10 +368,10 @@ def _cut_sequences(
             size = refined.size[leaf]
             inner = _turns(size)
             if leaf in banded and not refined.opaque[leaf] and size >= shortest:
-                found = True
+                any_cut = True
                 if inner > 1:
                     refined.cut(leaf, size // inner)
-    return found
+    return any_cut
 
 
 def _turns(size: int) -> int:

@@ -539,11 +539,11 @@ def _pays_in_blocks(band: Band, queries: int, keys: int) -> bool:
 
 def _between(last: fx.Node, node: fx.Node) -> list[fx.Node]:
     """Return the nodes after one and before another."""
-    found, cursor = [], last.next
+    nodes, cursor = [], last.next
     while cursor is not node:
-        found.append(cursor)
+        nodes.append(cursor)
         cursor = cursor.next
-    return found
+    return nodes
 
 
 class _Writer:

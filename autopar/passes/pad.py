@@ -333,11 +333,11 @@ class _Spread:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), padded)
         assert callable(node.target)
         try:
-            found = node.target(*args, **kwargs)
+            results = node.target(*args, **kwargs)
         except (RuntimeError, ValueError, IndexError):
             return wrong
-        found = list(found) if isinstance(found, list | tuple) else [found]
-        for index, (value, own) in enumerate(zip(found, results_of(node), strict=True)):
+        results = list(results) if isinstance(results, list | tuple) else [results]
+        for index, (value, own) in enumerate(zip(results, results_of(node), strict=True)):
             if isinstance(value, torch.Tensor):
                 expected = padded_shape(shape_of(own), self.pads((node.name, index)))
                 if shape_of(value) != expected:

@@ -116,8 +116,8 @@ def _blocks_with(
 ) -> tuple[str, ...]:
     """Return the names of the blocks that have groups of a kind, in order."""
     names = blocks(program.module.graph.nodes)
-    found = {block_of(group.nodes[-1]) for group in groups_of(program, frozenset(names))}
-    return tuple(name for name in names if name in found)
+    own_blocks = {block_of(group.nodes[-1]) for group in groups_of(program, frozenset(names))}
+    return tuple(name for name in names if name in own_blocks)
 
 
 def _sharding_rules(program: Program) -> dict[str, OpShardingRule]:

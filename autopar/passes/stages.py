@@ -156,12 +156,12 @@ def balance(seconds: Mapping[str, float], count: int) -> tuple[str, ...]:
         if stages == 1:
             last = math.fsum(times[start:])
             return last, last**2, ()
-        found = []
+        candidates = []
         for end in range(start + 1, len(times) - stages + 2):
             own = math.fsum(times[start:end])
             slowest, squares, begins = best(end, stages - 1)
-            found.append((max(own, slowest), own**2 + squares, (end, *begins)))
-        return min(found)
+            candidates.append((max(own, slowest), own**2 + squares, (end, *begins)))
+        return min(candidates)
 
     return tuple(names[place] for place in best(0, count)[2])
 
@@ -241,11 +241,11 @@ def _stage_of_blocks(program: Program, firsts: Sequence[str]) -> dict[str, int]:
             f"stages: no block {missing[0]!r} to begin a stage with; the blocks are "
             f"{', '.join(order[:4])} …"
         )
-    found, number = {}, 0
+    stage_of, number = {}, 0
     for name in order:
         number += name in firsts
-        found[name] = number
-    return found
+        stage_of[name] = number
+    return stage_of
 
 
 # -- the program of a stage ------------------------------------------------------------------------
@@ -283,13 +283,13 @@ def _stage(
 
 def _needed(wanted: Sequence[fx.Node], received: Collection[fx.Node]) -> set[fx.Node]:
     """Return these nodes and all that they are computed of, up to what is received."""
-    found, stack, border = set[fx.Node](), list(wanted), set(received)
+    needed, stack, border = set[fx.Node](), list(wanted), set(received)
     while stack:
         node = stack.pop()
-        if node not in found and node not in border:
-            found.add(node)
+        if node not in needed and node not in border:
+            needed.add(node)
             stack.extend(node.all_input_nodes)
-    return found
+    return needed
 
 
 def _program_of(

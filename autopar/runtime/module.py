@@ -110,13 +110,13 @@ class ParallelState:
             registry: dict[str, Any] = module._parameters
             self._places[name] = (registry if last in registry else module._buffers), last
         registry, last = self._places[name]
-        found = registry.get(last)
-        if not isinstance(found, torch.Tensor):
+        value = registry.get(last)
+        if not isinstance(value, torch.Tensor):
             raise InputError(
                 f"{name} was taken from the model since it was parallelized: parallelize the "
                 "changed model"
             )
-        return found
+        return value
 
     def tensors(self, names: Sequence[str]) -> list[torch.Tensor]:
         """Return the parameters or buffers of these names."""
@@ -126,10 +126,10 @@ class ParallelState:
             places = [self._places[name] for name in names]
             self._getters = [registry.get for registry, _ in places]
             self._names, self._last_names = names, [last for _, last in places]
-        found = list(map(operator.call, self._getters, self._last_names))
-        if not all(map(operator.is_not, found, itertools.repeat(None))):
+        values = list(map(operator.call, self._getters, self._last_names))
+        if not all(map(operator.is_not, values, itertools.repeat(None))):
             return [self.tensor(name) for name in names]
-        return cast(list[torch.Tensor], found)
+        return cast(list[torch.Tensor], values)
 
     def full_tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the whole tensor of a parameter or buffer, of what this rank has of it.

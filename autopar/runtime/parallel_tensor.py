@@ -593,12 +593,12 @@ def _store(
 
 def _targets(func: OpOverload, args: Any, kwargs: Any) -> list[ParallelTensor]:
     """Return the tensors that an op writes into."""
-    found = []
+    targets = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [x for x in pytree.tree_leaves(value) if isinstance(x, ParallelTensor)]
-    return found
+            targets += [x for x in pytree.tree_leaves(value) if isinstance(x, ParallelTensor)]
+    return targets
 
 
 def _replay(base: torch.Tensor, steps: Sequence[Any]) -> torch.Tensor:

@@ -32,12 +32,12 @@ def leaves_of_parts(inputs: Any, parts: Parts, totals: fx.GraphModule | None) ->
     leaves = [
         tensor_to_float64(x) if isinstance(x, Tensor) else x for x in pytree.tree_leaves(inputs)
     ]
-    found = [list(_rows(leaves, parts, number)) for number in range(parts.count)]
+    calls = [list(_rows(leaves, parts, number)) for number in range(parts.count)]
     if totals is None:
-        return found
-    shares = [totals(*(part[place] for place in parts.reads)) for part in found]
+        return calls
+    shares = [totals(*(part[place] for place in parts.reads)) for part in calls]
     sums = [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*shares, strict=True)]
-    return [[*part, *sums] for part in found]
+    return [[*part, *sums] for part in calls]
 
 
 def _rows(leaves: Sequence[Any], parts: Parts, number: int) -> Iterator[Any]:
@@ -55,9 +55,9 @@ def compare_parts(
         calls = leaves_of_parts(inputs, parts, _float64_totals(part, parts))
         full, part = to_float64(full), to_float64(part)
         expected = _step(full, pytree.tree_leaves(inputs), part.tensors)
-        found = [_step(part, leaves, part.tensors) for leaves in calls]
-    results = [_together(state, each) for state, each in _by_result(parts, found)]
-    gradients = {name: _together("sum", [f[1][name] for f in found]) for name in expected[1]}
+        steps = [_step(part, leaves, part.tensors) for leaves in calls]
+    results = [_together(state, each) for state, each in _by_result(parts, steps)]
+    gradients = {name: _together("sum", [f[1][name] for f in steps]) for name in expected[1]}
     least = _LEAST * max(
         (float(x.abs().max()) for x in expected[1].values() if x.numel()), default=0.0
     )
@@ -100,10 +100,10 @@ def _step(
     results = list(_without_draws(program.module)(*values))
     loss = next(x for x in results if isinstance(x, Tensor) and not x.dim() and x.requires_grad)
     trained = {name: x for name, x in own.items() if x.requires_grad}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    by_parameter = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     gradients = {
         name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(trained.items(), found, strict=True)
+        for (name, x), gradient in zip(trained.items(), by_parameter, strict=True)
     }
     return [x.detach() for x in results], gradients
 

@@ -292,11 +292,11 @@ def search_sorted(node: fx.Node) -> OpShardingRule:
     rows, values, sorter = operands_of(node)
     assert rows is not None and values is not None
     sizes: dict[str, int] = {"n": operand_shape(rows)[-1]}
-    found = tuple(name_dims(shape_of(results_of(node)[0]), sizes))
-    row_dims = (*(found[:-1] if len(operand_shape(rows)) > 1 else ()), ("n",))
+    dims = tuple(name_dims(shape_of(results_of(node)[0]), sizes))
+    row_dims = (*(dims[:-1] if len(operand_shape(rows)) > 1 else ()), ("n",))
     return OpShardingRule(
-        (row_dims, found, None if sorter is None else row_dims),
-        (found,),
+        (row_dims, dims, None if sorter is None else row_dims),
+        (dims,),
         sizes,
         whole=frozenset({"n"}),
     )

@@ -120,11 +120,11 @@ def rule_by_trial(call: Call, values: Sequence[Tensor]) -> OpShardingRule | None
 
     `values` give shapes and dtypes, and may be fake. `call` must be the same function at each call.
     """
-    found = find_factors(call, values)
-    if found is None or not found.factors:
+    outcome = find_factors(call, values)
+    if outcome is None or not outcome.factors:
         return None
     shapes = [shape_of(value) for value in values]
-    return rule_of_factors(shapes, found.results, found.factors, found.nonlinear)
+    return rule_of_factors(shapes, outcome.results, outcome.factors, outcome.nonlinear)
 
 
 def find_factors(call: Call, values: Sequence[Tensor]) -> TrialResult | None:

@@ -237,10 +237,10 @@ def _backward(
         with recording_again():
             leaves = [x.requires_grad_() for x in parts]
             result = _attend(leaves[0], leaves[1], leaves[2], mask, scale)
-            found = torch.autograd.grad(result, leaves, _cut(gradient, rows))
-        _cut(of_query, rows).copy_(found[0])
-        _cut(of_key, columns).add_(found[1])
-        _cut(of_value, columns).add_(found[2])
+            gradients = torch.autograd.grad(result, leaves, _cut(gradient, rows))
+        _cut(of_query, rows).copy_(gradients[0])
+        _cut(of_key, columns).add_(gradients[1])
+        _cut(of_value, columns).add_(gradients[2])
     return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
@@ -265,13 +265,13 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     first, second, third = ctx.counts
     queries, keys = others[:first], others[first : first + second]
     coordinates = others[first + second :]
-    found = _backward(
+    gradients = _backward(
         gradient, query, key, value, queries, keys, *ctx.facts, coordinates, ctx.digits
     )
     lists = [[None] * first, [None] * second]
     facts = [None] * len(ctx.facts)
     digits: list[int] | None = None if ctx.digits else []  # torch takes [] for no tensors
-    return *found, *lists, *facts, [None] * third, digits
+    return *gradients, *lists, *facts, [None] * third, digits
 
 
 masked_attention.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -37,15 +37,15 @@ class AttributeReads:
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def __enter__(self) -> AttributeReads:
-        names, found = self._names, self.attributes
+        names, attributes = self._names, self.attributes
 
         def read(module: Any, name: str) -> Any:
             where = names.get(id(module))
             if where is not None and name not in INTERNAL:
                 if name[:2] != "__":
-                    found.add((where, name))
+                    attributes.add((where, name))
                 elif name == ALL and not _is_own(sys._getframe(1).f_code.co_filename):
-                    found.add((where, ALL))
+                    attributes.add((where, ALL))
             return object.__getattribute__(module, name)
 
         nn.Module.__getattribute__ = read  # type: ignore[method-assign]

@@ -92,10 +92,10 @@ def _cast_in_node(node: fx.Node, op: OpOverload, active: Autocast) -> None:
     wanted = operations(None, active)
     for dtype in (None, torch.float32, *(dtype for _, dtype in active)):
         try:
-            found = operations(dtype, tuple((kind, None) for kind, _ in active))
+            casts = operations(dtype, tuple((kind, None) for kind, _ in active))
         except Exception:  # operands of several dtypes, which another cast can mend
             continue
-        if found == wanted:
+        if casts == wanted:
             if dtype is not None:
                 _insert_casts(node, dtype)
             return

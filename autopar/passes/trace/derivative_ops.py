@@ -128,10 +128,10 @@ def _convolution_backward(
     if wanted[1]:
         image, kernel = (gradient, x) if transposed else (x, gradient)
         channels = image.unflatten(1, (groups, -1)).transpose(0, 2).flatten(1, 2)
-        found = _convolution(
+        result = _convolution(
             channels, kernel.transpose(0, 1), None, dilation, padding, stride, False, [], groups
         )
-        of_weight = _cut(found.transpose(0, 1), weight)
+        of_weight = _cut(result.transpose(0, 1), weight)
     if wanted[2]:
         of_bias = gradient.sum([d for d in range(gradient.dim()) if d != 1])
     return of_x, of_weight, of_bias

@@ -174,8 +174,8 @@ def _like(value: FakeTensor) -> torch.Tensor:
 
 def _between(graph: fx.Graph, operands: list[fx.Node], results: list[Any]) -> list[fx.Node]:
     """Return the nodes that lead from these operands to these results, in order."""
-    found = ancestors(node for node in results if isinstance(node, fx.Node)) - set(operands)
-    return [node for node in graph.nodes if node in found]
+    reached = ancestors(node for node in results if isinstance(node, fx.Node)) - set(operands)
+    return [node for node in graph.nodes if node in reached]
 
 
 class _Writer:

@@ -346,9 +346,9 @@ def _compare(
         if name.startswith("model.") and name.removeprefix("model.") not in known
     ]
     for name, value in wanted.items():
-        found = saved.get(name)
-        if isinstance(found, TensorStorageMetadata) and tuple(found.size) != tuple(value.shape):
-            faults.append(f"{name} is {tuple(found.size)} there and {tuple(value.shape)} here")
+        entry = saved.get(name)
+        if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) != tuple(value.shape):
+            faults.append(f"{name} is {tuple(entry.size)} there and {tuple(value.shape)} here")
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise InputError(

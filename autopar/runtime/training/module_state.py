@@ -238,14 +238,14 @@ class ModuleState:
         """Return the attributes that the forward reads whose inner changes are not seen, such as
         arrays of numpy and objects without a `__dict__`: each with its class.
         """
-        found = []
+        names = []
         for group in self._attributes:
             for place, name in enumerate(group.names, group.first):
                 value = self._values[place]
                 if _is_opaque(value):
                     kind = f"{type(value).__module__}.{type(value).__qualname__}"
-                    found.append(f"{_joined((group.module, name))} ({kind})")
-        return found
+                    names.append(f"{_joined((group.module, name))} ({kind})")
+        return names
 
 
 def _names_by_module(

@@ -54,8 +54,8 @@ def _copied_by_attribute(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     cannot be.
     """
     if id(module) in memo:
-        found: nn.Module = memo[id(module)]
-        return found
+        copied: nn.Module = memo[id(module)]
+        return copied
     twin = module.__class__.__new__(module.__class__)
     memo[id(module)] = twin
     children = {id(child): child for child in module._modules.values() if child is not None}

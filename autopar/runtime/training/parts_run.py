@@ -340,13 +340,13 @@ def apart(xs: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors that can be written over, each without the others: a backward may return one
     tensor twice, or one number for many elements.
     """
-    seen, found = set[tuple[int, int]](), []
+    seen, copies = set[tuple[int, int]](), []
     for x in xs:
         place = x.untyped_storage().data_ptr(), int(x.storage_offset())
         spread = 0 in x.stride() and x.numel() > 1
-        found.append(x.clone() if spread or place in seen else x)
+        copies.append(x.clone() if spread or place in seen else x)
         seen.add(place)
-    return found
+    return copies
 
 
 def _names(axes: Sequence[tuple[str, int]]) -> str:

@@ -87,8 +87,8 @@ class StoredTensors:
 
     def _tensor(self, name: str) -> torch.Tensor:
         path, _, last = name.rpartition(".")
-        found: torch.Tensor = getattr(self._module.get_submodule(path), last)
-        return found
+        tensor: torch.Tensor = getattr(self._module.get_submodule(path), last)
+        return tensor
 
     def filled(self, names: Iterable[str]) -> None:
         """Note that tensors have got their numbers in a way that leaves no trace at them."""

@@ -45,16 +45,16 @@ def alternatives(
     """
     if plan.context is None or not plan.mesh.axes:
         return []
-    begin, found = time.monotonic(), []
+    begin, others = time.monotonic(), []
     rival_names = rivals(plan.context.source)
     for layout in (name for name in NAMED if name in rival_names):
         if time.monotonic() - begin > patience:
-            found.append(Alternative(layout, why="not planned, to save time"))
+            others.append(Alternative(layout, why="not planned, to save time"))
             continue
         if progress is not None:
             progress(f"layout {layout}")
-        found.append(_alternative(plan, layout))
-    return found
+        others.append(_alternative(plan, layout))
+    return others
 
 
 def _alternative(plan: Plan, layout: str) -> Alternative:

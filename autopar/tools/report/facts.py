@@ -203,18 +203,18 @@ def _subgraphs(plan: Plan) -> dict[str, Subgraph]:
     if plan.context is None:
         return {}
     products = _products(plan)
-    found = {}
+    subgraphs = {}
     for number, row in enumerate(plan.rows):
         formula = _formula(plan, row) if number < _MOST_FORMULAS and row.bytes else None
-        found[row.subgraph] = Subgraph(products.get(subgraphs_of(row.subgraph)[0], ()), formula)
-    return found
+        subgraphs[row.subgraph] = Subgraph(products.get(subgraphs_of(row.subgraph)[0], ()), formula)
+    return subgraphs
 
 
 def _products(plan: Plan) -> dict[str, tuple[tuple[str, Layout], ...]]:
     """Return the layouts of X, W and Y of the first product with a weight of each subgraph."""
     assert plan.context is not None
     program = plan.context.source
-    found: dict[str, tuple[tuple[str, Layout], ...]] = {}
+    products: dict[str, tuple[tuple[str, Layout], ...]] = {}
     specs = program.annotations.specs if program.annotations is not None else {}
     for node in program.module.graph.nodes:
         rule, choice = specs.get(node.name), plan.choices.get(node.name)
@@ -224,8 +224,8 @@ def _products(plan: Plan) -> dict[str, tuple[tuple[str, Layout], ...]]:
         if x is not None and w is not None and _is_parameter(node.args[1]):
             matrices = (("X", x), ("W", w), ("Y", choice.results[0]))
             chain = str(node.meta.get("chain") or module_path(node))
-            found.setdefault(chain, matrices)
-    return found
+            products.setdefault(chain, matrices)
+    return products
 
 
 def _is_parameter(operand: Any) -> bool:

@@ -59,8 +59,8 @@ def write_page(
     plans the named layouts, too. Raises ReportError where plotly or jinja2 is missing.
     """
     figures.require_libraries()
-    found = gathering.gather(plan, name, inputs, compare, progress)
-    json_file.write(path, render(found))
+    facts = gathering.gather(plan, name, inputs, compare, progress)
+    json_file.write(path, render(facts))
 
 
 def render(facts: Facts) -> str:
