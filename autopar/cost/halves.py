@@ -46,17 +46,18 @@ class Holder:
 
     def __init__(self) -> None:
         self.products: list[Product] = []
-        self._made: dict[str, Tensor] = {}
+        self._by_name: dict[str, Tensor] = {}
 
     def hold(
         self,
         result: Any,
-        kept: Sequence[Any],
-        again: Mapping[str, Any],
+        operands: Sequence[Any],
+        later_operands: Mapping[str, Any],
         weights: Sequence[Tensor],
     ) -> None:
-        """Note an op, by its result and its operands: those that are `kept` since the forward, and
-        those that the backward makes `again`, once for all ops that take it by this name.
+        """Note an op, by its result and its operands besides weights: those that are there since
+        the forward, and those that the backward computes again, once for all ops that take it by
+        this name.
         """
         if not isinstance(result, Tensor) or not result.requires_grad:
             return
@@ -64,16 +65,18 @@ class Holder:
         if not own:
             return
         size = float(sum(w.numel() * w.element_size() for w in own))
-        there = tuple(x for x in kept if isinstance(x, Tensor))
+        there = tuple(x for x in operands if isinstance(x, Tensor))
         shapes = {
-            name: (x.shape, x.dtype, x.device) for name, x in again.items() if isinstance(x, Tensor)
+            name: (x.shape, x.dtype, x.device)
+            for name, x in later_operands.items()
+            if isinstance(x, Tensor)
         }
 
         def arrived(gradient: Tensor) -> None:
             for name, (shape, dtype, device) in shapes.items():
-                if name not in self._made:
-                    self._made[name] = torch.empty(shape, dtype=dtype, device=device)
-            made = (self._made[name] for name in shapes)
+                if name not in self._by_name:
+                    self._by_name[name] = torch.empty(shape, dtype=dtype, device=device)
+            made = (self._by_name[name] for name in shapes)
             self.products.append(Product((*there, *made, gradient), size))
 
         result.register_hook(arrived)

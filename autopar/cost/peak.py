@@ -453,11 +453,11 @@ class _Step:
         remaining = sum(life.size for life in self.recorder.lifetimes if life.died > end)
         return self._memory(end, remaining + self._states()[1])
 
-    def _memory(self, moment: int, held_bytes: float) -> Memory:
+    def _memory(self, moment: int, total_bytes: float) -> Memory:
         states, _ = self._states()
         sizes = self._sizes(moment)
-        sizes["transient"] = held_bytes - sum(sizes.values()) + sizes["transient"]
-        return Memory(**sizes, optimizer=states, peak=held_bytes + states)
+        sizes["transient"] = total_bytes - sum(sizes.values()) + sizes["transient"]
+        return Memory(**sizes, optimizer=states, peak=total_bytes + states)
 
     def _states(self) -> tuple[float, float]:
         """Return the bytes of the optimizer's states, and the bytes that its step allocates for a

@@ -258,6 +258,12 @@ def test_stages_that_cannot_be_are_refused(
         autopar.plan(model, 4, inputs, layout, **options)
 
 
+def test_float16_in_stages_is_refused() -> None:
+    model, inputs = gpt(layers=2)
+    with pytest.raises(autopar.PlanError, match=r"in float16, .*GradScaler: .*bfloat16"):
+        autopar.plan(model.half(), 2, inputs, Stages(2, "ddp"), microbatches=2)
+
+
 def test_torch_compile_has_no_stages() -> None:
     with pytest.raises(autopar.LayoutError, match="every rank holds all parameters"):
         autopar.backend(layout=Stages(2, "fsdp"))
