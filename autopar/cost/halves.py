@@ -1,5 +1,5 @@
-"""What a backward that runs in two parts holds between them: of every product with a weight its other
-operands and the gradient of its result, as the gradient of the weight is made of these later
+"""What a backward that runs in two parts holds between them: of every product with a weight its
+other operands and the gradient of its result, as the gradient of the weight is made of these later
 (passes/overlap/split_backward.py).
 
 An emitted graph enters `with_holds`, one that tells a `Holder` of its products leaves. peak.py runs
@@ -8,7 +8,7 @@ it on tensors without storage.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +20,18 @@ from autopar.ir.program import Program
 from autopar.ops.recomputation import recompute_in_backward
 
 aten = torch.ops.aten
-# Ops whose backward gives all gradients at once, and so holds none of its operands.
+# Ops whose backward gives all gradients at once, or cheaply: none of their operands is held. So it
+# is with pointwise ops.
 _AT_ONCE = frozenset(
     {
         aten.layer_norm.default,
         aten.native_layer_norm.default,
         aten.group_norm.default,
+        aten.rms_norm.default,
         aten.convolution.default,
         meta_kernels.rms_norm,
     }
 )
-_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})  # the gradient takes no operand
 
 
 class Product(NamedTuple):
@@ -45,16 +46,18 @@ class Holder:
 
     def __init__(self) -> None:
         self.products: list[Product] = []
+        self._by_name: dict[str, Tensor] = {}
 
     def hold(
         self,
         result: Any,
-        kept: Sequence[Any],
-        again: Sequence[Any],
+        operands: Sequence[Any],
+        later_operands: Mapping[str, Any],
         weights: Sequence[Tensor],
     ) -> None:
-        """Note an op, by its result and its operands: those that are `kept` since the forward, and
-        those that the backward makes `again`.
+        """Note an op, by its result and its operands besides weights: those that are there since
+        the forward, and those that the backward computes again, once for all ops that take it by
+        this name.
         """
         if not isinstance(result, Tensor) or not result.requires_grad:
             return
@@ -62,13 +65,19 @@ class Holder:
         if not own:
             return
         size = float(sum(w.numel() * w.element_size() for w in own))
-        there = tuple(x for x in kept if isinstance(x, Tensor))
-        shapes = [(x.shape, x.dtype, x.device) for x in again if isinstance(x, Tensor)]
-        products = self.products
+        there = tuple(x for x in operands if isinstance(x, Tensor))
+        shapes = {
+            name: (x.shape, x.dtype, x.device)
+            for name, x in later_operands.items()
+            if isinstance(x, Tensor)
+        }
 
         def arrived(gradient: Tensor) -> None:
-            made = [torch.empty(shape, dtype=kind, device=at) for shape, kind, at in shapes]
-            products.append(Product((*there, *made, gradient), size))
+            for name, (shape, dtype, device) in shapes.items():
+                if name not in self._by_name:
+                    self._by_name[name] = torch.empty(shape, dtype=dtype, device=device)
+            made = (self._by_name[name] for name in shapes)
+            self.products.append(Product((*there, *made, gradient), size))
 
         result.register_hook(arrived)
 
@@ -111,14 +120,18 @@ def _with_holds(
         elif alone.issuperset(inputs):
             alone.add(node)
             trained |= {node} if not trained.isdisjoint(inputs) else set()
-        elif not trained.isdisjoint(inputs) and node.target not in _AT_ONCE:
+        elif not trained.isdisjoint(inputs) and not _at_once(node):
             others = [n for n in inputs if n not in alone]
-            others = [] if node.target in _SUMS else others
-            made = [n for n in others if in_block and n.op != "placeholder"]
-            kept = [n for n in others if n not in made]
+            names = {f"{id(graph)} {n.name}": n for n in others}
+            made = {k: n for k, n in names.items() if in_block and n.op != "placeholder"}
+            kept = [n for name, n in names.items() if name not in made]
             own_weights = [n for n in inputs if n in trained]
             before = graph.output_node() if at_end else node.next
             with graph.inserting_before(before):
                 graph.call_function(holder.hold, (node, kept, made, own_weights))
     module.recompile()
     return module
+
+
+def _at_once(node: fx.Node) -> bool:
+    return node.target in _AT_ONCE or torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -335,9 +335,7 @@ class _Step:
         for tensor in tensors.values():
             self.recorder.note(tensor)
         stored = ("parameter", "buffer", "constant")
-        outside = {
-            id(self.recorder.note(tensors[e.node])) for e in entries if e.kind in stored
-        }
+        outside = {id(self.recorder.note(tensors[e.node])) for e in entries if e.kind in stored}
         holder = Holder()
         module = run_on_meta(self.program.module, self.on_gpu)
         module = with_holds(self.program, module, holder)
@@ -369,7 +367,11 @@ class _Step:
         carried = float(sum(sizes.values()))
         whole = sum(products.gradient_bytes for products in holder.products)
         share = min(1.0, unreduced / whole) if whole and unreduced else 1.0
-        left, live, rest = Counter(key for own_lives in lives for key in own_lives), carried, carried
+        left, live, rest = (
+            Counter(key for own_lives in lives for key in own_lives),
+            carried,
+            carried,
+        )
         for products, own_lives in zip(holder.products, lives, strict=True):
             rest = max(rest, live + products.gradient_bytes)
             live += products.gradient_bytes * share
@@ -451,11 +453,11 @@ class _Step:
         remaining = sum(life.size for life in self.recorder.lifetimes if life.died > end)
         return self._memory(end, remaining + self._states()[1])
 
-    def _memory(self, moment: int, held_bytes: float) -> Memory:
+    def _memory(self, moment: int, total_bytes: float) -> Memory:
         states, _ = self._states()
         sizes = self._sizes(moment)
-        sizes["transient"] = held_bytes - sum(sizes.values()) + sizes["transient"]
-        return Memory(**sizes, optimizer=states, peak=held_bytes + states)
+        sizes["transient"] = total_bytes - sum(sizes.values()) + sizes["transient"]
+        return Memory(**sizes, optimizer=states, peak=total_bytes + states)
 
     def _states(self) -> tuple[float, float]:
         """Return the bytes of the optimizer's states, and the bytes that its step allocates for a

@@ -61,10 +61,13 @@ class PipelineSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A simulated step of a pipeline."""
+    """A simulated step of a pipeline: what ranks compute, and the `sends` of what actions hand to
+    another rank, on the rank that sends.
+    """
 
     spans: tuple[PipelineSpan, ...]
     ranks: int
+    sends: tuple[PipelineSpan, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -93,6 +96,7 @@ def simulate_pipeline(
     ends: dict[Action, float] = {}
     clocks, places = [0.0] * pipeline.ranks, [0] * pipeline.ranks
     spans: list[PipelineSpan] = []
+    sends: list[PipelineSpan] = []
     begun = set[int]()  # stages
     going = True
     while going:
@@ -106,7 +110,12 @@ def simulate_pipeline(
                 seconds = stages[action.stage]
                 start = clocks[rank]
                 if needs is not None:
-                    start = max(start, ends[needs] + stages[min(needs.stage, action.stage)].send)
+                    came, source = ends[needs], pipeline.rank_of(needs.stage)
+                    if source != rank:
+                        began = came
+                        came += stages[min(needs.stage, action.stage)].send
+                        sends.append(PipelineSpan(source, needs, began, came))
+                    start = max(start, came)
                 took = seconds.of(action)
                 if action.kind == "F" and action.stage not in begun:
                     took += seconds.start
@@ -121,4 +130,4 @@ def simulate_pipeline(
     for rank in range(pipeline.ranks):
         took = sum(stages[stage].end for stage in pipeline.stages_of(rank))
         spans.append(PipelineSpan(rank, None, clocks[rank], clocks[rank] + took))
-    return PipelineStep(tuple(spans), pipeline.ranks)
+    return PipelineStep(tuple(spans), pipeline.ranks, tuple(sends))

@@ -181,7 +181,9 @@ class PlanFile:
     gathers_once: bool = False
     interleaved: bool = False
     stage_starts: tuple[str, ...] = ()
-    schedule: Literal["", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"] = ""
+    schedule: Literal[
+        "", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
+    ] = ""
     rounds: Annotated[int, Field(ge=1, le=2**10)] = 1
     padding: tuple[Padding, ...] = ()
     strided_from: Annotated[int, Field(ge=2, le=2**62)] | None = None

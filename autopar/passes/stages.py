@@ -55,7 +55,7 @@ class Stage:
 def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
     """Return the stages of an emitted program. `firsts`: the block that each stage but the first
     one begins with. Raises PlanError where a stage would have nothing to train, or where the model
-    changes a buffer.
+    changes a buffer or trains in float16.
     """
     fed = [e.target for e in program.signature.inputs if e.kind == "user" and e.trainable]
     if fed:
@@ -67,6 +67,13 @@ def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
     count = len(firsts) + 1
     trains = any(e.trainable for e in program.signature.inputs if e.kind == "parameter")
     graph = program.module.graph
+    in_float16 = next((n for n in home if n.meta.get("dtype") is torch.float16), None)
+    if trains and in_float16 is not None:
+        raise PlanError(
+            f"stages: {where(in_float16)} is computed in float16, whose gradients need a "
+            "torch.amp.GradScaler: it would see the overflows of one stage alone, and ranks would "
+            "skip other steps. Train in bfloat16, or plan without stages"
+        )
     (results,) = graph.output_node().args
     assert isinstance(results, tuple | list)
     for output, node in zip((o for o in program.signature.outputs if o.node), results, strict=True):

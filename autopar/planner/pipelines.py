@@ -44,7 +44,11 @@ from autopar.planner.stage_memory import StageMemory, join_rungs, rungs_of_ranks
 from autopar.world import World
 
 # The schedules that "auto" tries, by the stages of a rank.
-_BY_ROUNDS = {1: ("1f1b", "zero-bubble"), 2: ("interleaved", "zero-bubble", "zbv"), 4: ("interleaved",)}
+_BY_ROUNDS = {
+    1: ("1f1b", "zero-bubble"),
+    2: ("interleaved", "zero-bubble", "zbv"),
+    4: ("interleaved",),
+}
 
 _TRIES = 3  # plans of one stage, until the pipeline fits
 _MORE = 1.1  # of the bytes that a rank has too many, to take off the next plan

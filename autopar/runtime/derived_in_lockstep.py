@@ -67,7 +67,7 @@ class DerivedInLockstep(Scheduled):
         self._of_rank = threading.local()
         super().__init__(program, world, ())
 
-    @property  # type: ignore[override]
+    @property
     def accumulator(self) -> Any:
         return getattr(self._of_rank, "accumulator", None)
 
@@ -75,7 +75,7 @@ class DerivedInLockstep(Scheduled):
     def accumulator(self, value: Any) -> None:
         self._of_rank.accumulator = value
 
-    @property  # type: ignore[override]
+    @property
     def weights(self) -> Any:
         return getattr(self._of_rank, "weights", None)
 
@@ -83,7 +83,7 @@ class DerivedInLockstep(Scheduled):
     def weights(self, value: Any) -> None:
         self._of_rank.weights = value
 
-    @property  # type: ignore[override]
+    @property
     def rest(self) -> Any:
         return getattr(self._of_rank, "rest", None)
 

@@ -162,7 +162,8 @@ def table(rows: Iterable[Counted]) -> Table:
 def _words(case: Case) -> set[str]:
     """What `--only` may name of a case: its values, and which of its switches are on."""
     facts = asdict(case)
-    return {*map(str, facts.values()), *(name for name, value in facts.items() if value is True)}
+    stages = {"stages"} if case.stages > 1 else set()
+    return {*map(str, facts.values()), *(n for n, value in facts.items() if value is True)} | stages
 
 
 def main() -> int:

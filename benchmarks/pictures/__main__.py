@@ -27,6 +27,7 @@ IMAGES = Path(__file__).parent.parent.parent / "docs" / "images"
 PICTURES: dict[str, Callable[[], str]] = {
     "before-after": before_after.picture,
     "pipeline": pipeline.picture,
+    "pipeline-zero-bubble": partial(pipeline.picture, "zero-bubble"),
     "stages": stages.picture,
     "states": states.picture,
     "step-time": step_time.picture,

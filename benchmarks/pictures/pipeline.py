@@ -1,14 +1,16 @@
-"""The picture of a pipeline: four ranks, eight micro-batches, 1F1B, a backward twice a forward."""
+"""The pictures of pipelines: four ranks, eight micro-batches, a backward twice a forward."""
 
 from __future__ import annotations
 
 from autopar.cost.pipeline import StageSeconds, simulate_pipeline
-from autopar.ir.pipeline_schedule import Pipeline, actions
+from autopar.ir.pipeline_schedule import actions, pipeline_of
 from autopar.tools.report import pipeline as report
 
 
-def picture() -> str:
-    ranks = Pipeline(4)
-    seconds = [StageSeconds(1e-3, 2e-3, end=0.8e-3, send=0.05e-3)] * ranks.stages
-    step = simulate_pipeline(ranks, actions("1f1b", ranks, 8), seconds)
-    return report.picture(step, "1f1b") + "\n"
+def picture(schedule: str = "1f1b", rounds: int = 1) -> str:
+    """Return the picture of a schedule; both parts of a backward take as long as a forward."""
+    ranks = pipeline_of(schedule, 4, rounds)
+    one = 1e-3 / rounds
+    own = StageSeconds(one, 2 * one, end=0.8e-3 / rounds, send=0.05e-3, inputs=one, weights=one)
+    step = simulate_pipeline(ranks, actions(schedule, ranks, 8), [own] * ranks.stages)
+    return report.picture(step, schedule) + "\n"

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Grid4D, Grid25D, Stages
 from autopar.runtime.training.adapters import require_parallel
+from benchmarks.models import Llama
 from on_ranks import Facts, caught, run_everywhere
-from stage_models import GPT, gpt
+from stage_models import GPT, TOKENS, WIDTH, WORDS, gpt
 
 STEPS = 3
 TASKS: dict[str, tuple[Stages, int]] = {
@@ -31,8 +32,12 @@ TASKS: dict[str, tuple[Stages, int]] = {
     "2.5d": (Stages(2, Grid25D(q=2)), 4),
     "fsdp of 8": (Stages(2, "fsdp"), 2),
     "zero-bubble of 2": (Stages(2, "ddp", "zero-bubble"), 4),
+    "zero-bubble ddp": (Stages(2, "ddp", "zero-bubble", 2), 4),
     "zero-bubble fsdp": (Stages(2, "fsdp", "zero-bubble"), 4),
-    "zero-bubble megatron": (Stages(2, "megatron", "zero-bubble", 2), 4),
+    "zero-bubble megatron": (Stages(2, "megatron", "zero-bubble"), 4),
+    "zero-bubble ddp llama": (Stages(2, "ddp", "zero-bubble"), 4),
+    "zero-bubble fsdp llama": (Stages(2, "fsdp", "zero-bubble"), 4),
+    "zero-bubble megatron llama": (Stages(2, "megatron", "zero-bubble", 2), 4),
     "zbv ddp": (Stages(2, "ddp", "zbv", 2), 4),
     "dualpipev fsdp": (Stages(2, "fsdp", "dualpipev", 2), 4),
     "4 stages zero-bubble": (Stages(4, "ddp", "zero-bubble"), 8),
@@ -54,9 +59,24 @@ def layers_of(task: str) -> int:
     return 2 if task.endswith("of 2") else 4
 
 
-def parity(layout: Stages, parts: int, layers: int) -> Facts:
+def example(task: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+    """The model of a task, and its inputs."""
+    model, inputs = gpt(layers=layers_of(task))
+    if not task.endswith("llama"):
+        return model, inputs
+    torch.manual_seed(0)
+    return Llama(WORDS, TOKENS, WIDTH, 4, 2, 2 * WIDTH, layers_of(task)).double(), inputs
+
+
+def results(output: Any) -> tuple[Tensor, ...]:
+    """What a model returns: the loss and more, or the loss alone."""
+    return output if isinstance(output, tuple) else (output,)
+
+
+def parity(task: str) -> Facts:
     """Three steps of AdamW with clipping; then an evaluation, and one of fewer rows."""
-    model, inputs = gpt(layers=layers)
+    layout, parts = TASKS[task]
+    model, inputs = example(task)
     one = copy.deepcopy(model)
     par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=parts)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, one))
@@ -65,8 +85,7 @@ def parity(layout: Stages, parts: int, layers: int) -> Facts:
     for step in range(STEPS):
         ours.zero_grad()
         theirs.zero_grad()
-        loss, _ = par(*inputs)
-        right, _ = one(*inputs)
+        loss, right = results(par(*inputs))[0], results(one(*inputs))[0]
         loss.backward()
         right.backward()
         errors[f"loss {step}"] = apart(loss.detach(), right.detach())
@@ -82,7 +101,7 @@ def parity(layout: Stages, parts: int, layers: int) -> Facts:
     for name, parameter in par.named_parameters():
         errors[f"parameter {name}"] = apart(gather(parameter), expected[name].detach())
     with torch.no_grad():  # of the planned kind: every rank gets all rows
-        pairs = zip(par(*inputs), one(*inputs), strict=True)
+        pairs = zip(results(par(*inputs)), results(one(*inputs)), strict=True)
         errors["without gradients"] = max(apart(a, b) for a, b in pairs)
     facts = {"apart": max(errors.values()), "worst": max(errors, key=lambda n: errors[n])}
     facts |= {"compared": len(errors), "names": [n for n, _ in par.named_parameters()]}
@@ -90,7 +109,7 @@ def parity(layout: Stages, parts: int, layers: int) -> Facts:
     one.eval()
     with torch.no_grad():
         for rows in (8, 4):
-            found, expected_rows = (m(*(x[:rows] for x in inputs)) for m in (par, one))
+            found, expected_rows = (results(m(*(x[:rows] for x in inputs))) for m in (par, one))
             pairs = zip(found, expected_rows, strict=True)
             facts[f"evaluation of {rows}"] = max(apart(a, b) for a, b in pairs)
     return facts
@@ -186,7 +205,7 @@ def refusals() -> Facts:
 
 def facts_of(task: str) -> Facts:
     if task in TASKS:
-        return parity(*TASKS[task], layers_of(task))
+        return parity(task)
     return {"around": around, "refusals": refusals}[task]()
 
 

@@ -16,7 +16,7 @@ from autopar import Grid4D, Grid25D, GridEP, Stages
 from launch import launched
 from moe_models import mixtral
 from stage_models import GPT, apart_towers, gpt
-from stages_ranks import layers_of
+from stages_ranks import example
 
 VERIFIED: list[tuple[Stages, int, int]] = [
     (Stages(2, "ddp"), 2, 4),
@@ -29,7 +29,18 @@ VERIFIED: list[tuple[Stages, int, int]] = [
     (Stages(4, "fsdp"), 8, 4),
     (Stages(4, Grid4D(x=2, y=2)), 16, 4),
 ]
-QUICK = str(VERIFIED[1][0])
+IN_HALVES: list[tuple[Stages, int, int]] = [
+    (Stages(2, "ddp", "zero-bubble"), 2, 4),
+    (Stages(2, "fsdp", "zero-bubble"), 4, 4),
+    (Stages(2, "megatron", "zero-bubble", 2), 4, 4),
+    (Stages(2, "ddp", "zbv", 2), 4, 4),
+    (Stages(2, "megatron", "zbv", 2), 4, 4),
+    (Stages(2, "fsdp", "dualpipev", 2), 4, 4),
+    (Stages(4, "ddp", "zero-bubble"), 4, 8),
+    (Stages(4, Grid4D(x=2), "zero-bubble"), 8, 8),
+    (Stages(2, Grid25D(q=2), "zero-bubble"), 8, 4),
+]
+QUICK = str(VERIFIED[1][0]), str(IN_HALVES[0][0])
 TOLERANCE = 1e-9
 
 
@@ -37,9 +48,9 @@ TOLERANCE = 1e-9
     ("layout", "ranks", "parts"),
     [
         pytest.param(
-            *case, marks=() if str(case[0]) == QUICK else pytest.mark.slow, id=str(case[0])
+            *case, marks=() if str(case[0]) in QUICK else pytest.mark.slow, id=str(case[0])
         )
-        for case in VERIFIED
+        for case in (*VERIFIED, *IN_HALVES)
     ],
 )
 def test_a_step_in_stages_is_that_of_one_device(layout: Stages, ranks: int, parts: int) -> None:
@@ -50,16 +61,19 @@ def test_a_step_in_stages_is_that_of_one_device(layout: Stages, ranks: int, part
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
 @pytest.mark.parametrize("recompute", ["full", "selective", "gathers"])
-def test_blocks_that_run_again_in_stages(recompute: Any) -> None:
+def test_blocks_that_run_again_in_stages(recompute: Any, schedule: str) -> None:
     model, inputs = gpt()
-    autopar.verify(model, 4, inputs, Stages(2, "fsdp"), microbatches=4, recompute=recompute)
+    layout = Stages(2, "fsdp", schedule)
+    autopar.verify(model, 4, inputs, layout, microbatches=4, recompute=recompute)
 
 
 @pytest.mark.slow
-def test_dropout_in_stages_is_that_of_one_device() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_dropout_in_stages_is_that_of_one_device(schedule: str) -> None:
     model, inputs = gpt(dropout=0.3)
-    autopar.verify(model, 4, inputs, Stages(2, "fsdp"), microbatches=4)
+    autopar.verify(model, 4, inputs, Stages(2, "fsdp", schedule), microbatches=4)
 
 
 @pytest.mark.slow
@@ -85,9 +99,12 @@ def test_two_stacks_are_cut_in_both() -> None:
 @pytest.mark.parametrize(
     ("within", "ranks"), [("ddp", 4), ("fsdp", 4), ("megatron", 4), (Grid4D(x=2, z=2), 8)], ids=str
 )
-def test_models_of_transformers_in_stages(name: str, within: Any, ranks: int) -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_models_of_transformers_in_stages(
+    name: str, within: Any, ranks: int, schedule: str
+) -> None:
     model, args, kwargs = getattr(models, name)()
-    layout = Stages(2, within)
+    layout = Stages(2, within, schedule)
     check = autopar.verify(model, ranks, args or kwargs, layout, microbatches=2)
     assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
 
@@ -116,12 +133,30 @@ def test_a_backward_that_runs_twice_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
     def twice(self: Any, action: Any) -> None:
         before(self, action)
-        self._owner.backwards[action.stage, action.part] += 1
+        self._owner.backwards[action] += 1
 
     monkeypatch.setattr(stages_run._Step, "backward", twice)
     model, inputs = gpt()
     with pytest.raises(autopar.VerificationError, match="each is to run once a step"):
         autopar.verify(model, 2, inputs, Stages(2, "ddp"), microbatches=4)
+
+
+@pytest.mark.slow
+def test_gradients_of_weights_that_are_left_out_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.runtime.training import stages_run
+
+    before = stages_run._Step.weights
+
+    def skipped(self: Any, action: Any) -> None:
+        if action.part == 2:
+            self._owner.backwards[action] += 1
+            return
+        before(self, action)
+
+    monkeypatch.setattr(stages_run._Step, "weights", skipped)
+    model, inputs = gpt(layers=2)
+    with pytest.raises(autopar.VerificationError, match=r"stages \(zero-bubble\)"):
+        autopar.verify(model, 2, inputs, Stages(2, "ddp", "zero-bubble"), microbatches=4)
 
 
 # -- plans -----------------------------------------------------------------------------------------
@@ -186,6 +221,13 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
         (Stages(2, "fsdp"), {}, autopar.PlanError, "a step has 1: plan with microbatches=8"),
         (Stages(3, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "3 stages do not divide 4"),
         (Stages(2, "fsdp", "zb"), {"microbatches": 4}, autopar.PlanError, "unknown schedule 'zb'"),
+        (Stages(2, "fsdp", "zbv"), {"microbatches": 4}, autopar.PlanError, "2 stages a rank"),
+        (
+            Stages(2, "ddp", "dualpipev", 2),
+            {"microbatches": 2},
+            autopar.PlanError,
+            "at least as many microbatches as stages, but got 2",
+        ),
         ({"blocks.*": Stages(2, "fsdp")}, {}, autopar.LayoutError, "is no layout: a name"),
         (Stages(1, "fsdp"), {"microbatches": 4}, autopar.LayoutError, "has 2 or more ranks"),
         (Stages(2, "fsd"), {"microbatches": 4}, autopar.LayoutError, "unknown layout 'fsd'"),
@@ -196,7 +238,17 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
             "no plan fits",
         ),
     ],
-    ids=["no parts", "divisor", "schedule", "in a dict", "one", "within", "memory"],
+    ids=[
+        "no parts",
+        "divisor",
+        "schedule",
+        "rounds",
+        "parts",
+        "in a dict",
+        "one",
+        "within",
+        "memory",
+    ],
 )
 def test_stages_that_cannot_be_are_refused(
     layout: Any, options: dict[str, Any], error: type[Exception], words: str
@@ -204,6 +256,12 @@ def test_stages_that_cannot_be_are_refused(
     model, inputs = gpt()
     with pytest.raises(error, match=words):
         autopar.plan(model, 4, inputs, layout, **options)
+
+
+def test_float16_in_stages_is_refused() -> None:
+    model, inputs = gpt(layers=2)
+    with pytest.raises(autopar.PlanError, match=r"in float16, .*GradScaler: .*bfloat16"):
+        autopar.plan(model.half(), 2, inputs, Stages(2, "ddp"), microbatches=2)
 
 
 def test_torch_compile_has_no_stages() -> None:
@@ -215,12 +273,17 @@ def test_torch_compile_has_no_stages() -> None:
 @pytest.mark.parametrize(
     ("ranks", "tasks"),
     [
-        (2, ("ddp of 2", "zero-bubble of 2")),
+        (2, ("ddp of 2",)),
         pytest.param(4, ("fsdp 1f1b",), marks=pytest.mark.slow),
         pytest.param(4, ("megatron interleaved", "4 stages gpipe"), marks=pytest.mark.slow),
         pytest.param(4, ("ddp looped-bfs", "4d"), marks=pytest.mark.slow),
         pytest.param(8, ("2.5d", "fsdp of 8"), marks=pytest.mark.slow),
-        pytest.param(4, ("zero-bubble fsdp", "zero-bubble megatron"), marks=pytest.mark.slow),
+        pytest.param(2, ("zero-bubble of 2",), marks=pytest.mark.slow),
+        *(
+            pytest.param(4, (f"zero-bubble {within}{model}",), marks=pytest.mark.slow)
+            for within in ("ddp", "fsdp", "megatron")
+            for model in ("", " llama")
+        ),
         pytest.param(4, ("zbv ddp", "dualpipev fsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("4 stages zero-bubble",), marks=pytest.mark.slow),
     ],
@@ -232,7 +295,7 @@ def test_three_steps_on_gloo_are_those_of_one_device(
     everyone = launched(tmp_path, ranks, *tasks, script="stages_ranks.py", seconds=900)
     for task in tasks:
         names = {name for facts in everyone for name in facts[task]["names"]}
-        assert names == {name for name, _ in gpt(layers=layers_of(task))[0].named_parameters()}
+        assert names == {name for name, _ in example(task)[0].named_parameters()}
         for facts in everyone:
             found = facts[task]
             assert found["apart"] < 1e-9, (task, found["worst"], found["apart"])

@@ -343,12 +343,12 @@ def halves_of_backward(
     return inputs, weights
 
 
-def _alone(events: Sequence[Event], kept: Sequence[int]) -> list[Event]:
+def _alone(events: Sequence[Event], indices: Sequence[int]) -> list[Event]:
     """Return some of the events, which wait for one another alone."""
-    places = {index: place for place, index in enumerate(kept)}
+    places = {index: place for place, index in enumerate(indices)}
     return [
         events[index]._replace(after=tuple(places[i] for i in events[index].after if i in places))
-        for index in kept
+        for index in indices
     ]
 
 

@@ -6,8 +6,10 @@
 
 Every node is in one of the two parts, so nothing is computed twice. What a node of the second part
 takes of the first, or of what the forward saved, is carried over: dy and x of every product.
-An op that gives both gradients at once, as a layer norm's backward does, is in the first part. The
-backward of a stage that received nothing is in the second part as a whole.
+An op that gives both gradients at once, as a layer norm's backward does, is in the first part, and
+so are cheap ops whose result is smaller than what they alone take: of a gated product its result is
+carried, not both of its operands. The backward of a stage that received nothing is in the second
+part as a whole.
 
 A copy of a derived backward enters before it is scheduled, as it is or in one of the forms of
 accumulation.py, and one of its parts leaves. runtime/deferred_backward.py asks.
@@ -19,15 +21,18 @@ import operator
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
+from autopar.cost.simulator.graph_events import collective_of, is_wait
 from autopar.ir.graph import copy_graph
 from autopar.passes.overlap import erase_unused
 
 
 class Halves(NamedTuple):
-    """Where a backward is split: the names of the nodes that give the gradients of `places` among
-    the results, and of the values that the other nodes take of these, or of the backward's operands.
+    """Where a backward is split: the names of the nodes of its `first` part, which gives the
+    gradients of `places` among the results, and of the values that are `carried` to the rest.
     """
 
     places: frozenset[int]
@@ -45,12 +50,11 @@ def split(backward: fx.Graph, places: Collection[int]) -> Halves:
     assert isinstance(results, tuple | list)
     wanted = [x for place, x in enumerate(results) if place in places and isinstance(x, fx.Node)]
     first = _needed(wanted)
-    # of an op with several results, each is taken where the op runs
-    first |= {
-        node
-        for node in backward.nodes
-        if node.target is operator.getitem and node.all_input_nodes[0] in first
-    }
+    for node in backward.nodes if first else ():
+        # of an op with several results, each is taken where the op runs
+        taken = node.target is operator.getitem and node.all_input_nodes[0] in first
+        if taken or _shrinks(node, first):
+            first.add(node)
     carried = []
     for node in backward.nodes:
         if node.op != "placeholder" and node not in first:
@@ -102,6 +106,26 @@ def weights_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
     graph.output(output)
     graph.output_node().meta = dict(backward.output_node().meta)
     return graph
+
+
+def _shrinks(node: fx.Node, first: Collection[fx.Node]) -> bool:
+    """Whether a cheap op of what there is in the first part makes less than it alone would take."""
+    value, inputs = node.meta.get("val"), node.all_input_nodes
+    if node in first or node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return False
+    packet = getattr(node.target, "overloadpacket", None)
+    there = all(n in first or n.op == "placeholder" for n in inputs)
+    if (
+        packet is None
+        or packet in flop_registry
+        or not there
+        or collective_of(node) is not None
+        or is_wait(node)
+    ):
+        return False
+    alone = (n for n in inputs if all(user is node or user in first for user in n.users))
+    sizes = [n.meta["val"].nbytes for n in alone if isinstance(n.meta.get("val"), torch.Tensor)]
+    return value.nbytes < sum(sizes)
 
 
 def _needed(wanted: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:

@@ -1,5 +1,6 @@
 """The picture of a pipeline's step as SVG: ranks of the pipeline down, time across, forwards,
-backwards and the end of the step in colours of their own, with the micro-batch's number in each.
+backwards, whole or in two parts, and the end of the step in colours of their own, with the
+micro-batch's number in each; sends are thin bars below them.
 
     picture(step_of(plan))    # as a plan's report has it
 
@@ -12,8 +13,23 @@ from __future__ import annotations
 from autopar.cost.pipeline import PipelineSpan, PipelineStep
 
 _WIDTH, _LEFT, _ROW, _GAP, _TOP = 760, 64, 26, 6, 30
-_COLOURS = {"F": "#4c8dd6", "B": "#e08b3e", "end": "#6aa56a"}
-_WORDS = {"F": "forward", "B": "backward", "end": "sums of gradients, optimizer"}
+_SEND = 3  # pixels high
+_COLOURS = {
+    "F": "#4c8dd6",
+    "B": "#e08b3e",
+    "I": "#e08b3e",
+    "W": "#b3639b",
+    "send": "#c0453a",
+    "end": "#6aa56a",
+}
+_WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward: inputs",
+    "W": "weights",
+    "send": "send",
+    "end": "sums of gradients, optimizer",
+}
 _NARROWEST = 11  # pixels of a span that has a number
 
 
@@ -21,7 +37,10 @@ def picture(step: PipelineStep, title: str = "") -> str:
     """Return the step as SVG."""
     scale = (_WIDTH - _LEFT) / (step.seconds or 1.0)
     height = _TOP + step.ranks * (_ROW + _GAP) + 24
-    spans = "".join(_span(span, scale) for span in step.spans if span.end > span.start)
+    shown = [span for span in step.spans if span.end > span.start]
+    sends = [span for span in step.sends if span.end > span.start]
+    spans = "".join([_span(span, scale) for span in shown] + [_send(s, scale) for s in sends])
+    kinds = {_kind(span) for span in shown} | {"send" for _ in sends[:1]} | {"idle"}
     ranks = "".join(
         f'<text x="{_LEFT - 8}" y="{_top(rank) + 17}" text-anchor="end">rank {rank}</text>'
         for rank in range(step.ranks)
@@ -33,6 +52,8 @@ def picture(step: PipelineStep, title: str = "") -> str:
     )
     where, legend = _LEFT, ""
     for kind, words in (*_WORDS.items(), ("idle", f"waiting: {step.bubble:.0%}")):
+        if kind not in kinds:
+            continue
         colour = _COLOURS.get(kind, "#8888884f")
         legend += (
             f'<rect x="{where}" y="6" width="12" height="12" fill="{colour}"/>'
@@ -55,8 +76,21 @@ def _top(rank: int) -> int:
     return _TOP + rank * (_ROW + _GAP)
 
 
+def _kind(span: PipelineSpan) -> str:
+    return "end" if span.action is None else span.action.kind
+
+
+def _send(span: PipelineSpan, scale: float) -> str:
+    width = max(0.5, (span.end - span.start) * scale)
+    return (
+        f"<g><title>send of {span.action}: {(span.end - span.start) * 1e3:.2f} ms</title>"
+        f'<rect x="{_LEFT + span.start * scale:.1f}" y="{_top(span.rank) + _ROW}" '
+        f'width="{width:.1f}" height="{_SEND}" fill="{_COLOURS["send"]}"/></g>'
+    )
+
+
 def _span(span: PipelineSpan, scale: float) -> str:
-    kind = "end" if span.action is None else span.action.kind
+    kind = _kind(span)
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
     label = ""
     if span.action is not None and width >= _NARROWEST:
