@@ -73,6 +73,7 @@ def fit_to_memory(
         world=world,
         budget=request.budget,
         larger=partial(larger_world, chosen, chosen.plan, request),
+        free=request.layout == "auto",
     )
     program = manager.run("recompute", program, step, recomputing.check)
     program = gathers_once(sums_once(program, request), world, request)

@@ -427,14 +427,16 @@ def rematerialize_to_fit(
     world: World,
     budget: Budget | None,
     larger: Callable[[Memory], str] = lambda memory: "",
+    free: bool = False,
 ) -> Program:
     """Return the emitted program with its blocks recomputed as planned, and the plan with its
     memory.
 
     Where that does not fit and recompute is "auto", just enough of the first blocks are
     rematerialized. Raises PlanError where nothing fits. `budget` None: as planned, without a limit.
-    `larger`: returns in words the smallest world that would do for this memory. A plan whose memory
-    is known and fits is not simulated again.
+    `larger`: returns in words the smallest world that would do for this memory. `free`: the search
+    chose the layout, so another one is no remedy. A plan whose memory is known and fits is not
+    simulated again.
     """
     assert program.plan is not None
     if budget is None:
@@ -451,7 +453,7 @@ def rematerialize_to_fit(
         again = "; ".join(f"{what} again: {names}" for names, what in fitted.plan.dropped)
         if len(fitted.plan.recompute) == len(blocks(program.module.graph.nodes)):
             again = "every block recomputed"
-        auto, name = budget.recompute == "auto", program.plan.layout
+        auto, name = budget.recompute == "auto", "auto" if free else program.plan.layout
         outputs = gathered_output_bytes(fitted)
         raise refusal(
             memory, budget.memory_bytes, world, name, again, auto, larger(memory), outputs

@@ -30,13 +30,15 @@ SEQUENCES, TOKENS = 4, 4096  # of each rank, of each sequence
 
 class Case(NamedTuple):
     """A mixture of experts by its configuration in transformers, and its dense layers, of which
-    there are as many as in the paper in a model of full depth. `published`: what others reached.
+    there are as many as in the paper in a model of full depth. `microbatches`: in which a step
+    runs, where one alone does not fit. `published`: what others reached.
     """
 
     kind: str
     options: Mapping[str, Any]
     ranks: int
     dense_layers: int = 0
+    microbatches: int = 1
     published: str = ""
 
 
@@ -64,6 +66,7 @@ CASES: dict[str, Case] = {
         {"num_hidden_layers": 61},  # the configuration's own sizes are the paper's
         1024,
         dense_layers=3,
+        microbatches=4,
         published="180,000 hours of H800 for 10¹² tokens (arXiv 2412.19437): 35 % of the peak of "
         "bfloat16, with most products in fp8, whose peak is twice as high",
     ),
@@ -112,22 +115,22 @@ def measure(name: str, known: Row, layers: int | None = None) -> Iterator[Row]:
 def planned_dense(name: str, layers: int) -> Row:
     """Return the figures of the plan of the dense model beside a mixture of experts."""
     case = CASES[name]
-    _, row = _planned(on_meta(partial(dense_example, case, layers)), case.ranks)
+    _, row = _planned(on_meta(partial(dense_example, case, layers)), case)
     return row
 
 
 def planned(name: str, layers: int) -> Row:
     """Return the figures of the plan of a mixture of experts."""
     case = CASES[name]
-    plan, row = _planned(on_meta(partial(example, case, layers)), case.ranks)
+    plan, row = _planned(on_meta(partial(example, case, layers)), case)
     return {**row, "experts": experts_split(plan), "whole_experts": whole_share(plan, experts_op)}
 
 
-def _planned(subject: Example, ranks: int) -> tuple[autopar.Plan, Row]:
+def _planned(subject: Example, case: Case) -> tuple[autopar.Plan, Row]:
     model, inputs = subject
     started = time.process_time()
-    world = autopar.World.preset("dgx-h100", ranks=ranks)
-    plan = autopar.plan(model, world, inputs)
+    world = autopar.World.preset("dgx-h100", ranks=case.ranks)
+    plan = autopar.plan(model, world, inputs, microbatches=case.microbatches)
     cpu = time.process_time() - started
     rate = throughput(plan, inputs)
     assert rate is not None

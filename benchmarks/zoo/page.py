@@ -131,6 +131,11 @@ def expert_lines(rows: dict[str, Row]) -> list[str]:
     below = (
         [f"{i}. {text}" for i, text in enumerate(reasons, 1)],
         [f"Not planned yet: {', '.join(left)}."] if left else [],
+        [
+            f"- {name}: a step in {case.microbatches} micro-batches, as a single one does not fit."
+            for name, case in cases.items()
+            if case.microbatches > 1
+        ],
         [f"- {name}: {case.published}." for name, case in cases.items() if case.published],
     )
     return ["", *lines, *(line for block in below if block for line in ("", *block))]

@@ -196,6 +196,8 @@ def test_what_does_not_fit_is_refused() -> None:
     assert "0.75 MiB (0.76 MiB less 15.62 KiB for kernels) on each of 2 devices" in said
     assert "layout 'ddp', every block recomputed, needs" in said and "MiB (parameters 0." in said
     assert said.endswith("Try more devices, a smaller batch or another layout")
+    with pytest.raises(PlanError, match=r"'auto'.*Try more devices or a smaller batch$"):
+        autopar.plan(model, 2, args, "auto", memory=8e5)  # a named layout came nearest
     with pytest.raises(PlanError, match=r"'auto' needs .*, recompute=.auto. or a smaller"):
         autopar.plan(model, 1, args, memory=1.4e6, recompute="none")
 
