@@ -221,7 +221,8 @@ def test_auto_plans_a_pipeline_over_slow_links() -> None:
         ids = torch.zeros(4, 64, dtype=torch.long)
     plan = autopar.plan(model, EMULATED, (ids, ids), microbatches="auto", smaller=False)
     whole = autopar.plan(model, EMULATED, (ids, ids), smaller=False)
-    assert len(plan.stage_starts) == 1 and plan.schedule == "1f1b" and plan.ranks == 4
+    assert len(plan.stage_starts) == 1 and plan.ranks == 4
+    assert plan.schedule in ("1f1b", "zero-bubble")
     assert plan.step_seconds <= 0.95 * whole.step_seconds
 
 
