@@ -273,21 +273,25 @@ def quick_best(
 
 
 def best_at_shares(
-    programs: Sequence[Program], candidates: Sequence[Candidate], world: World
+    programs: Sequence[Program], candidates: Sequence[Candidate], most: int, world: World
 ) -> Iterator[Plan]:
     """Yield the best plan found for each of these programs, which differ in the share of what
-    collectives take that counts, and in nothing else.
+    collectives take that counts, and in nothing else. The first one is searched on the most
+    promising candidates of all, the others on the `most` that promise the most for the first.
     """
     if len(programs) == 1 or need_no_bound(candidates):
         for program in programs:
             yield quick_best(program, candidates, world)
         return
-    shares = [program.counting.share for program in programs for _ in candidates]
-    every = [candidate for _ in programs for candidate in candidates]
-    every_bound = bound_candidates(programs[0], every, world, None, shares)
-    for number, program in enumerate(programs):
-        own = every_bound[number * len(candidates) : (number + 1) * len(candidates)]
-        yield _quickly_best(program, candidates, own, world, None)
+    first, *others = programs
+    bounds = bound_candidates(first, candidates, world, None)
+    yield _quickly_best(first, candidates, bounds, world, None)
+    near = promising([each.seconds for each in bounds], candidates, most)
+    shares = [program.counting.share for program in others for _ in near]
+    every_bound = bound_candidates(first, [*near] * len(others), world, None, shares)
+    for number, program in enumerate(others):
+        own = every_bound[number * len(near) : (number + 1) * len(near)]
+        yield _quickly_best(program, near, own, world, None)
 
 
 @without_collection()
@@ -395,10 +399,14 @@ class ShortenedModel:
         """
         return self.deep.full_plan(self._quick_plan(candidates, price))
 
-    def at_shares(self, shares: Sequence[float], candidates: Sequence[Candidate]) -> Iterator[Plan]:
-        """Yield `plan` at each of these shares of what can overlap."""
+    def at_shares(
+        self, shares: Sequence[float], candidates: Sequence[Candidate], most: int
+    ) -> Iterator[Plan]:
+        """Yield `plan` at each of these shares of what can overlap, from the second one on of the
+        `most` candidates that promise the most at the first.
+        """
         longer = [with_share(self.deep.longer, share) for share in shares]
-        for plan in best_at_shares(longer, candidates, self.world):
+        for plan in best_at_shares(longer, candidates, most, self.world):
             yield self.deep.full_plan(plan)
 
     def best(
@@ -548,11 +556,12 @@ class Contenders:
         self, candidates: Sequence[Candidate], bounds: Sequence[float], name: str = ""
     ) -> None:
         """Enter the plans on the most promising of these meshes at the shares, the least share
-        first; stop where that is not promising.
+        first; stop where that is not promising. Bounds of the whole sum say little of the least
+        share, so all free meshes near the least are bounded there.
         """
-        most = _FREE if all(rules.free for _, rules in candidates) else _RULED
-        meshes = promising(bounds, candidates, most, NEAR)
-        for plan in self.model.at_shares(shares(self.world)[::-1], meshes):
+        free = all(rules.free for _, rules in candidates)
+        meshes = promising(bounds, candidates, len(candidates) if free else _RULED, NEAR)
+        for plan in self.model.at_shares(shares(self.world)[::-1], meshes, _FREE):
             if self._enter_plan(plan, name).least_step > NEAR * self.least_step:
                 return
 
