@@ -67,7 +67,7 @@ _VIEWS = {aten.view.default, aten.t.default, aten.permute.default, aten.transpos
 @pytest.mark.parametrize(
     ("name", "within", "recompute"),
     [
-        ("gpt", "megatron", "none"),
+        pytest.param("gpt", "megatron", "none", marks=pytest.mark.slow),
         pytest.param("gpt", "fsdp", "full", marks=pytest.mark.slow),
         pytest.param("llama", "megatron", "full", marks=pytest.mark.slow),
         pytest.param("llama", "fsdp", "selective", marks=pytest.mark.slow),
