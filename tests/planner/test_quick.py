@@ -53,7 +53,9 @@ def test_plans_at_shares_are_those_found_one_by_one(program: Program) -> None:
     world = World.preset("ethernet-25g", 16)
     given = list(candidates("auto", 16, program))[:12]
     programs = [with_share(program, share) for share in SHARES]
-    for share, plan in zip(programs, best_at_shares(programs, given, len(given), world), strict=True):
+    for share, plan in zip(
+        programs, best_at_shares(programs, given, len(given), world), strict=True
+    ):
         alone = quick_best(share, given, world)
         assert plan.seconds == pytest.approx(alone.seconds, rel=3e-3)
         assert alone.bound <= alone.seconds
