@@ -134,7 +134,7 @@ def explain_plan(plan: Plan, pattern: str | None = None) -> Explanation:
     {'tp': 'n'}
     """
     costliest = sorted(plan.rows, key=lambda row: row.step_seconds, reverse=True)[:_MOST_ROWS]
-    meshes = [MeshBound(*pair) for pair in sorted(plan.meshes, key=lambda pair: pair[1])]
+    meshes = [MeshBound(*pair) for pair in sorted(plan.meshes, key=lambda pair: pair[::-1])]
     return Explanation(
         plan.layout, str(plan.mesh) or "one rank", str(plan.world), plan.seconds, plan.overlapped,
         tuple(_reasons(plan)), tuple(meshes[:_MOST_MESHES]), tuple(costliest),

@@ -78,7 +78,7 @@ def random_plan(program: Program, mesh: str, world: World, seed: int) -> Any:
     """The search with the dice in the place of the minimum."""
     draw = np.random.default_rng(seed)
 
-    def thrown(sizes: Any, *rest: Any) -> tuple[float, list[int]]:
+    def thrown(sizes: Any, *rest: Any, order: Any) -> tuple[float, list[int]]:
         return 0.0, [int(draw.integers(size)) for size in sizes]
 
     def free(
