@@ -67,6 +67,7 @@ _TRIES, _QUICK_TRIES = 4, 2  # meshes searched exactly; quickly
 _SHORTENED_TRIES = 2  # meshes of a deep model that are searched quickly
 SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
 _FREE, _RULED = 4, 2  # most promising meshes searched at every share
+_BOUNDED = 48  # free meshes that are bounded at the least share
 NEAR = 1.5  # times the least: plans above it are not tried
 T = TypeVar("T")
 
@@ -557,10 +558,10 @@ class Contenders:
     ) -> None:
         """Enter the plans on the most promising of these meshes at the shares, the least share
         first; stop where that is not promising. Bounds of the whole sum say little of the least
-        share, so all free meshes near the least are bounded there.
+        share, so many free meshes are bounded there.
         """
         free = all(rules.free for _, rules in candidates)
-        meshes = promising(bounds, candidates, len(candidates) if free else _RULED, NEAR)
+        meshes = promising(bounds, candidates, _BOUNDED if free else _RULED, NEAR)
         for plan in self.model.at_shares(shares(self.world)[::-1], meshes, _FREE):
             if self._enter_plan(plan, name).least_step > NEAR * self.least_step:
                 return
