@@ -283,12 +283,14 @@ def where(node: fx.Node) -> str:
     )
 
 
-def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return these nodes and all that they are computed of."""
+def ancestors(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """Return these nodes and all that they are computed of, without what is known and what that
+    alone is computed of.
+    """
     reached, stack = set[fx.Node](), list(nodes)
     while stack:
         node = stack.pop()
-        if node not in reached:
+        if node not in reached and node not in known:
             reached.add(node)
             stack.extend(node.all_input_nodes)
     return reached

@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,7 +27,7 @@ import torch
 from torch import fx
 
 from autopar.errors import PlanError
-from autopar.ir.graph import block_of, where
+from autopar.ir.graph import ancestors, block_of, where
 from autopar.ir.program import Input, Output, Program
 
 
@@ -268,7 +268,7 @@ def _stage(
     (results,) = source.output_node().args
     assert isinstance(results, tuple | list)
     returned = [n for i, n in enumerate(results) if i in places and isinstance(n, fx.Node)]
-    needed = _needed([*own, *returned], received)
+    needed = ancestors([*own, *returned], set(received))
     graph = fx.Graph()
     twins: dict[fx.Node, fx.Node] = {}
     for node in source.nodes:
@@ -286,17 +286,6 @@ def _stage(
     stage_program = _program_of(program, module, received, sent, places)
     names = [node.name for node in received], [node.name for node in sent]
     return Stage(number, stage_program, tuple(names[0]), tuple(names[1]), places)
-
-
-def _needed(wanted: Sequence[fx.Node], received: Collection[fx.Node]) -> set[fx.Node]:
-    """Return these nodes and all that they are computed of, up to what is received."""
-    needed, stack, border = set[fx.Node](), list(wanted), set(received)
-    while stack:
-        node = stack.pop()
-        if node not in needed and node not in border:
-            needed.add(node)
-            stack.extend(node.all_input_nodes)
-    return needed
 
 
 def _program_of(

@@ -58,38 +58,33 @@ _EXCHANGES: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
+class _OfRank:
+    """An attribute of which each rank, a thread of the run, has its own value; None before it has
+    one.
+    """
+
+    def __set_name__(self, kind: type[DerivedInLockstep], name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: DerivedInLockstep, kind: type[DerivedInLockstep]) -> Any:
+        return getattr(run.of_rank, self._name, None)
+
+    def __set__(self, run: DerivedInLockstep, value: Any) -> None:
+        setattr(run.of_rank, self._name, value)
+
+
 class DerivedInLockstep(Scheduled):
     """A Scheduled for ranks in one process, whose graphs run in the order in which they were
     derived. What a step leaves in it is each rank's own.
     """
 
+    accumulator: Any = _OfRank()
+    weights: Any = _OfRank()
+    rest: Any = _OfRank()
+
     def __init__(self, program: Program, world: World) -> None:
-        self._of_rank = threading.local()
+        self.of_rank = threading.local()
         super().__init__(program, world, ())
-
-    @property
-    def accumulator(self) -> Any:
-        return getattr(self._of_rank, "accumulator", None)
-
-    @accumulator.setter
-    def accumulator(self, value: Any) -> None:
-        self._of_rank.accumulator = value
-
-    @property
-    def weights(self) -> Any:
-        return getattr(self._of_rank, "weights", None)
-
-    @weights.setter
-    def weights(self, value: Any) -> None:
-        self._of_rank.weights = value
-
-    @property
-    def rest(self) -> Any:
-        return getattr(self._of_rank, "rest", None)
-
-    @rest.setter
-    def rest(self, value: Any) -> None:
-        self._of_rank.rest = value
 
     def prepare(self, values: Sequence[Any]) -> None:
         """Derive the graphs in float64, with torch's collectives in them; once for all ranks."""

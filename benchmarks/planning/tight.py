@@ -4,10 +4,10 @@
     python -m benchmarks.planning.tight --json now.json --than benchmarks/planning/tight.json
 
 Twelve layers of Llama-3's 8B and 70B widths are planned for 32 and 256 H100s, a sample of 8192
-tokens a rank: first without a limit, then within 1.0, 0.8, 0.6 and 0.5 of the peak of that plan.
-Each width and world is a process of its own. A row has the modelled step, the peak and CPU
-seconds; where nothing fits, the least that is needed. `--than` returns 1 where a step is more than
-1 % longer than in another file. It takes a quarter of an hour of one core.
+tokens a rank: first without a limit, then on devices with 1.0, 0.8, 0.6 and 0.5 of that peak, of
+which autopar leaves a reserve. Each width and world is a process of its own. A row has the
+modelled step, the peak and CPU seconds; where nothing fits, the least that is needed. `--than`
+returns 1 where a step is more than 1 % longer than in another file.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from autopar.cost.simulator.graph_events import collective_of, is_wait
-from autopar.ir.graph import copy_graph
+from autopar.ir.graph import ancestors, copy_graph
 from autopar.passes.overlap import erase_unused
 
 
@@ -49,7 +49,7 @@ def split(backward: fx.Graph, places: Collection[int]) -> Halves:
     (results,) = backward.output_node().args
     assert isinstance(results, tuple | list)
     wanted = [x for place, x in enumerate(results) if place in places and isinstance(x, fx.Node)]
-    first = _needed(wanted)
+    first = ancestors(wanted)
     for node in backward.nodes if first else ():
         # of an op with several results, each is taken where the op runs
         taken = node.target is operator.getitem and node.all_input_nodes[0] in first
@@ -93,7 +93,7 @@ def weights_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
     (results,) = backward.output_node().args
     assert isinstance(results, tuple | list)
     own = [None if place in halves.places else x for place, x in enumerate(results)]
-    needed = _needed([x for x in own if isinstance(x, fx.Node)], twins)
+    needed = ancestors([x for x in own if isinstance(x, fx.Node)], twins)
     for node in backward.nodes:
         more = node.op == "placeholder" and node.name.startswith("held_")
         if node not in twins and (more or node in needed):
@@ -126,14 +126,3 @@ def _shrinks(node: fx.Node, first: Collection[fx.Node]) -> bool:
     alone = (n for n in inputs if all(user is node or user in first for user in n.users))
     sizes = [n.meta["val"].nbytes for n in alone if isinstance(n.meta.get("val"), torch.Tensor)]
     return value.nbytes < sum(sizes)
-
-
-def _needed(wanted: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """Return these nodes and all that they are computed of, up to what is known."""
-    found, stack = set[fx.Node](), list(wanted)
-    while stack:
-        node = stack.pop()
-        if node not in found and node not in known:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found

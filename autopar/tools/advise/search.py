@@ -2,7 +2,8 @@
 
 Example: `autopar advise llama3-8b --world dgx-h100 --ranks 64 --batch 64x4096 --for torchtitan`. A
 model, a world, inputs and a tool's name enter, an `Advice` leaves. The model is traced and
-annotated once. cli/ calls `advise`.
+annotated once, and once more for every number of micro-batches that stages run. cli/ calls
+`advise`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def advise(
 
 @dataclass
 class _Planning:
-    """A model that was traced and annotated once, to plan under many layouts."""
+    """A model that was traced and annotated once, to plan under many layouts; in micro-batches it
+    is traced on the rows of one.
+    """
 
     model: nn.Module
     inputs: Inputs
