@@ -246,7 +246,8 @@ def _stage_of_blocks(program: Program, firsts: Sequence[str]) -> dict[str, int]:
     if missing:
         raise PlanError(
             f"stages: no block {missing[0]!r} to begin a stage with; the blocks are "
-            f"{', '.join(order[:4])} …"
+            f"{', '.join(order[:4])} …. Blocks before the first with a parameter are none. Use "
+            "fewer stages"
         )
     stage_of, number = {}, 0
     for name in order:

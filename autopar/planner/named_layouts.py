@@ -336,12 +336,12 @@ def _check_batch(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], progra
         ranks *= axis.size
     batch = program.annotations.batch
     if axes and (batch is None or batch.size % ranks):
-        size = "no batch dim" if batch is None else f"a batch of {batch.size}"
+        size = "no batch dim of 2 or more" if batch is None else f"a batch of {batch.size}"
         names = " and ".join(f"{axis.name} of {axis.size}" for axis in axes)
         raise LayoutError(
             f"layout {layout!r} puts axis {names} ranks on the factor batch, but the inputs have "
             f"{size}: use a batch that {ranks} "
-            f"divides, fewer ranks, or layout 'auto'"
+            f"divides, in every micro-batch of it, fewer ranks, or layout 'auto'"
         )
 
 

@@ -99,7 +99,9 @@ def test_no_thread_is_left_when_python_ends(tmp_path: Path, end: str) -> None:
 
 # -- ranks that are killed, stopped or one call ahead: the others say which, where, and soon -------
 KILLED = ("forward", "backward", "emitted forward", "emitted backward")
-LATE = tuple(name for name in TASKS if name not in (*KILLED, "stopped"))
+IN_HALVES = tuple(name for name in TASKS if name.startswith(("zero-bubble", "zbv", "dualpipev")))
+QUICK_HALF = "zero-bubble, killed"
+LATE = tuple(n for n in TASKS if n not in {*KILLED, "stopped", *IN_HALVES} - {QUICK_HALF})
 
 
 def outcomes(folder: Path, *names: str) -> dict[str, list[Any]]:
@@ -115,6 +117,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return outcomes(tmp_path_factory.mktemp("late"), *LATE)
+
+
+@pytest.fixture(scope="module")
+def in_halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    others = [name for name in IN_HALVES if name != QUICK_HALF]
+    return outcomes(tmp_path_factory.mktemp("halves"), *others)
 
 
 COLLECTIVE = {  # of a node, over an axis, of a module
@@ -148,9 +156,19 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
         assert rank["seconds"] < TIMEOUT + 15, rank
 
 
-@pytest.mark.parametrize("name", ["stage, killed", "stage, stopped"])
-def test_a_rank_that_is_gone_from_a_stage_is_named(late: Any, name: str) -> None:
-    *others, gone = late[name]
+@pytest.mark.parametrize(
+    "name",
+    [
+        "stage, killed",
+        "stage, stopped",
+        *(pytest.param(n, marks=() if n == QUICK_HALF else pytest.mark.slow) for n in IN_HALVES),
+    ],
+)
+def test_a_rank_that_is_gone_from_a_stage_is_named(
+    request: pytest.FixtureRequest, name: str
+) -> None:
+    fixture = "late" if name in LATE else "in_halves"
+    *others, gone = request.getfixturevalue(fixture)[name]
     assert gone is None
     for rank in others:
         assert rank["seen"].startswith("RankError: "), rank

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Grid4D, Stages
-from autopar.runtime.training import inputs_watch
+from autopar.runtime.training import inputs_watch, stages_run
 
 TIMEOUT = 8  # seconds: of the default group
 PATIENCE = 90  # seconds until all ranks are killed
@@ -46,12 +46,12 @@ class Net(nn.Module):
 
 
 class Deep(nn.Module):
-    """Two equal blocks, for two stages."""
+    """Equal blocks, one for each stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -61,7 +61,10 @@ class Deep(nn.Module):
 
 def model_for(layout: Any) -> tuple[nn.Module, int]:
     """Return the model of a layout and its micro-batches."""
-    return (Deep(), 4) if isinstance(layout, Stages) else (Net(), 1)
+    if not isinstance(layout, Stages):
+        return Net(), 1
+    assert layout.count != "auto"
+    return Deep(layout.count * layout.rounds), 4
 
 
 def rows() -> Tensor:
@@ -69,7 +72,8 @@ def rows() -> Tensor:
 
 
 def parallel(plan: Any, calls: int = CALLS, **options: Any) -> nn.Module:
-    par = autopar.apply(Deep() if plan.stage_starts else Net(), plan, **options)
+    stages = len(plan.stage_starts) + 1
+    par = autopar.apply(Deep(stages) if stages > 1 else Net(), plan, **options)
     for _ in range(calls):
         par(rows()).backward()
     return par
@@ -85,6 +89,22 @@ def killed(rank: int, plan: Any, phase: str, **options: Any) -> Any:
     if phase == "backward" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     loss.backward()
+
+
+def gone_in_weights(rank: int, plan: Any, signal_number: int) -> Any:
+    """The last rank is killed or stopped where it begins the second part of a backward."""
+    par = parallel(plan)
+    weights = stages_run._Step.weights
+
+    def gone(self: Any, action: Any) -> None:
+        if rank == plan.ranks - 1:
+            os.kill(os.getpid(), signal_number)
+        weights(self, action)
+
+    stages_run._Step.weights = gone  # type: ignore[method-assign]
+    yield
+    for _ in range(2):
+        par(rows()).backward()
 
 
 def stopped(rank: int, plan: Any) -> Any:
@@ -109,6 +129,8 @@ def ahead(rank: int, plan: Any, calls: int) -> Any:
         time.sleep(PATIENCE)
 
 
+KILLED_IN_W = partial(gone_in_weights, signal_number=signal.SIGKILL)
+STOPPED_IN_W = partial(gone_in_weights, signal_number=signal.SIGSTOP)
 TASKS: dict[str, tuple[int, Any, Task]] = {
     "forward": (3, "fsdp", partial(killed, phase="forward")),
     "backward": (3, "fsdp", partial(killed, phase="backward")),
@@ -117,6 +139,12 @@ TASKS: dict[str, tuple[int, Any, Task]] = {
     "stopped": (4, Grid4D(2, 2, 1, 1), stopped),
     "stage, killed": (2, Stages(2, "ddp"), partial(killed, phase="forward")),
     "stage, stopped": (4, Stages(2, "ddp"), stopped),
+    "zero-bubble, killed": (2, Stages(2, "ddp", "zero-bubble"), KILLED_IN_W),
+    "zero-bubble, stopped": (4, Stages(2, "fsdp", "zero-bubble"), STOPPED_IN_W),
+    "zbv, killed": (2, Stages(2, "ddp", "zbv", 2), KILLED_IN_W),
+    "zbv, stopped": (4, Stages(2, "fsdp", "zbv", 2), STOPPED_IN_W),
+    "zbv of 4, killed": (4, Stages(4, "ddp", "zbv", 2), KILLED_IN_W),
+    "dualpipev, killed": (2, Stages(2, "ddp", "dualpipev", 2), KILLED_IN_W),
     "killed, compared": (2, "ddp", partial(killed, phase="forward", calls=1)),
     "a call more": (2, "ddp", partial(ahead, calls=4)),
     "a call more, compared": (2, "ddp", partial(ahead, calls=1)),

@@ -190,23 +190,81 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": first}, {"params": [p for n, p in named if not n.startswith("place")]}]
 
 
-def refusals() -> Facts:
+# By task: the schedule with its rounds, another one, and micro-batches that do not divide.
+FAULTS = {
+    "faults 1f1b": (("1f1b", 1), ("zero-bubble", 1), 3),
+    "faults zero-bubble": (("zero-bubble", 1), ("1f1b", 1), 5),
+    "faults zbv": (("zbv", 2), ("interleaved", 2), 3),
+    "faults dualpipev": (("dualpipev", 2), ("zbv", 2), 5),
+}
+
+
+def faults(task: str) -> Facts:
+    """What every rank is told where a pipeline cannot be, or the ranks do not agree on one, by the
+    kind of fault; and how far from one device a step is thereafter.
+    """
+    own, other, odd = FAULTS[task]
+    first = not dist.get_rank()
     model, inputs = gpt()
 
-    def planned(layout: Any, **options: Any) -> Any:
-        return caught(lambda: autopar.parallelize(model, None, inputs, layout=layout, **options))
+    def refused(layout: Any, model: nn.Module = model, inputs: Any = inputs, parts: int = 4) -> str:
+        return caught(
+            lambda: autopar.parallelize(model, None, inputs, layout=layout, microbatches=parts)
+        )
 
-    return {
-        "no parts": planned(Stages(2, "fsdp")),
-        "stages of 3": planned(Stages(3, "fsdp"), microbatches=4),
-        "memory": planned(Stages(2, "fsdp"), microbatches=4, memory=50_000),
+    layout, fewer = Stages(2, "ddp", *own), gpt(layers=2 * own[1] - 1)
+    plans = [
+        autopar.plan(model, 2, inputs, Stages(2, "ddp", *schedule), microbatches=4)
+        for schedule in (own, other)
+    ]
+    facts: Facts = {
+        "parts": refused(layout, parts=odd),
+        "blocks": refused(layout, *fewer),
+        "no parameters": refused(layout, *without_parameters()),
+        "schedule": refused(layout if first else Stages(2, "ddp", *other)),
+        "count of parts": refused(layout, parts=4 if first else 8),
+        "memory": caught(
+            lambda: autopar.parallelize(
+                model, None, inputs, layout=layout, microbatches=4, memory=50_000
+            )
+        ),
+        "plan": caught(lambda: autopar.apply(model, plans[0 if first else 1])),
     }
+    par, one = autopar.apply(model, plans[0]), copy.deepcopy(model)
+    for rows in (8, 6):  # the planned call, and one with other rows than the parts divide
+        for module in (par, one):
+            module.zero_grad()
+            results(module(*(x[:rows] for x in inputs)))[0].backward()
+        expected = dict(one.named_parameters(remove_duplicate=False))
+        facts[f"{rows} rows"] = max(
+            apart(gather(p.grad), expected[name].grad, 1e-6)  # type: ignore[arg-type]
+            for name, p in par.named_parameters()
+        )
+    return facts
+
+
+def without_parameters() -> tuple[nn.Module, tuple[Tensor]]:
+    """A model of which every cut has a stage without parameters at its end, and its inputs."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            linear = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+            self.blocks = nn.ModuleList([*linear, *(nn.Tanh() for _ in range(4))])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    return Bare().double(), (torch.randn(8, WIDTH).double(),)
 
 
 def facts_of(task: str) -> Facts:
     if task in TASKS:
         return parity(task)
-    return {"around": around, "refusals": refusals}[task]()
+    return faults(task) if task in FAULTS else around()
 
 
 if __name__ == "__main__":

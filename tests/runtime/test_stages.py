@@ -16,7 +16,7 @@ from autopar import Grid4D, Grid25D, GridEP, Stages
 from launch import launched
 from moe_models import mixtral
 from stage_models import GPT, apart_towers, gpt
-from stages_ranks import example
+from stages_ranks import FAULTS, example
 
 VERIFIED: list[tuple[Stages, int, int]] = [
     (Stages(2, "ddp"), 2, 4),
@@ -301,6 +301,30 @@ def test_three_steps_on_gloo_are_those_of_one_device(
             assert found["apart"] < 1e-9, (task, found["worst"], found["apart"])
             assert len(found["names"]) < len(names), "a rank holds its stages' parameters alone"
             assert found["evaluation of 8"] < 1e-9 and found["evaluation of 4"] < 1e-9
+
+
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(t, marks=() if t == "faults zero-bubble" else pytest.mark.slow) for t in FAULTS],
+)
+def test_every_rank_is_told_why_a_pipeline_cannot_be(tmp_path: Path, task: str) -> None:
+    """The same error on all ranks; then the next step is that of one device."""
+    everyone = [facts[task] for facts in launched(tmp_path, 2, task, script="stages_ranks.py")]
+    (schedule, _), (other, _), odd = FAULTS[task]
+    says = {
+        "parts": rf"(Input|Plan)Error: .*(microbatches is {odd}|{odd} micro)",
+        "blocks": "stages of a model with . repeated blocks: a stage has at least one",
+        "no parameters": "stage . of ., from blocks.. on, has no parameter that is trained",
+        "schedule": f"RankError: .*schedule='{schedule}'.* on rank 0, .*'{other}'.* on rank 1",
+        "count of parts": "RankError: .*microbatches is 4 on rank 0, 8 on rank 1",
+        "memory": "PlanError: no plan fits",
+        "plan": "RankError: the ranks hold different plans",
+    }
+    for kind, text in says.items():
+        assert len({facts[kind] for facts in everyone}) == 1, kind
+        assert re.search(text, everyone[0][kind]), (kind, everyone[0][kind])
+    for facts in everyone:
+        assert facts["8 rows"] < TOLERANCE and facts["6 rows"] < TOLERANCE, facts
 
 
 @pytest.mark.slow
