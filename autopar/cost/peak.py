@@ -152,16 +152,20 @@ def peak(program: Program, optimizer: Optimizer = "adamw", world: World | None =
 
 
 class MemoryOfStep(NamedTuple):
-    """The memory of a step while forwards and backwards run (`passes`) and while the optimizer
-    steps (`stepping`); and the bytes that a rank holds between the forward and the backward of a
-    micro-batch besides parameters, gradients and the optimizer's states: `saved` by each
-    micro-batch, and `weights` by all of a step together, the weights that are gathered once.
+    """The memory of a step while forwards and backwards run (`passes`; until the `first` backward
+    has run, no gradients of other micro-batches wait) and while the optimizer steps (`stepping`).
+    Then bytes: those that a rank holds between the forward and the backward of a micro-batch
+    besides parameters, gradients and the optimizer's states, `saved` by each micro-batch, and
+    `weights` by all of a step together, the weights that are gathered once; and the gradients that
+    wait between micro-batches, `unreduced`.
     """
 
     passes: Memory
+    first: Memory
     stepping: Memory
     saved: float
     weights: float
+    unreduced: float
 
     @property
     def memory(self) -> Memory:
@@ -182,9 +186,11 @@ def peak_and_saved(
     with _use_simulator(_Shapes(backend)):
         step = _Step(step_program, optimizer, on_gpu)
         step.run()
-    passes = memory_of_parts(program, step.passes, weights=step.weights)
-    stepping = with_results(program, step.stepping)
-    return MemoryOfStep(passes, stepping, step.saved - step.weights, step.weights)
+    waiting = unreduced_bytes(program)
+    passes = memory_of_parts(program, step.passes, waiting, step.weights)
+    first, stepping = (with_results(program, m) for m in (step.passes, step.stepping))
+    saved = step.saved - step.weights
+    return MemoryOfStep(passes, first, stepping, saved, step.weights, waiting)
 
 
 class HalvesMemory(NamedTuple):

@@ -5,13 +5,15 @@
     pending.wait()
 
 Between two ranks tensors arrive in the order in which they were sent: the receiver posts its
-receives in that order. What is sent stays alive until it has left. In a lockstep run the ranks are
-threads, and `comm.simulator` hands tensors over. runtime/training/stages_run.py sends and receives.
+receives in that order. What is sent stays alive until it has left: a backend may not say so by
+itself (gloo's sends are never complete before they are waited for), so the sender says what the
+receiver must have by now, `links.release(1, 3)`. In a lockstep run the ranks are threads, and
+`comm.simulator` hands tensors over. runtime/training/stages_run.py sends and receives.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -41,7 +43,9 @@ class Links:
         self.copy = rank // mesh.size
         self._rank, self._size = rank, mesh.size
         self._received: dict[int, int] = defaultdict(int)  # tensors from each copy so far
-        self._leaving: list[tuple[dist.Work, Tensor]] = []
+        # what was sent to each copy since `finish`, and how many of the first have left
+        self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+        self._left: dict[int, int] = defaultdict(int)
         self._mesh, self._copies = mesh, copies
         if comm.simulator is None:
             process_groups.connect_stages(mesh, copies)
@@ -51,14 +55,17 @@ class Links:
         if comm.simulator is not None:
             comm.simulator.send(self._rank + (copy - self.copy) * self._size, x)
             return
-        self._leaving = [each for each in self._leaving if not each[0].is_completed()]
+        leaving = self._leaving[copy]
+        while leaving and leaving[0][0].is_completed():
+            leaving.popleft()
+            self._left[copy] += 1
         sent = _plain(x.detach().contiguous())
         work = self._guarded(
             lambda: dist.isend(sent, group=self._group(self.copy, copy), group_dst=copy),
             f"a send to stage rank {copy}",
         )
         assert work is not None
-        self._leaving.append((work, sent))
+        leaving.append((work, sent))
 
     def receive(self, copy: int, like: Tensor) -> Pending:
         """Post the receive of the next tensor from a copy, with the shape, dtype and device of
@@ -87,11 +94,22 @@ class Links:
         # they are held by process_groups alone, which ends them before Python does
         return process_groups.connect_stages(self._mesh, self._copies)
 
+    def release(self, copy: int, count: int) -> None:
+        """Let go of the first `count` tensors that were sent to a copy since `finish`, which it has
+        received.
+        """
+        if comm.simulator is not None:
+            return
+        while self._left[copy] < count:
+            work, _ = self._leaving[copy].popleft()
+            self._guarded(work.wait, f"a send to stage rank {copy}")
+            self._left[copy] += 1
+
     def finish(self) -> None:
         """Wait until everything that was sent has left."""
-        for work, _ in self._leaving:
-            self._guarded(work.wait, "a send to another stage")
-        self._leaving.clear()
+        for copy, leaving in self._leaving.items():
+            self.release(copy, self._left[copy] + len(leaving))
+        self._left.clear()
 
     def _group(self, source: int, to: int) -> dist.ProcessGroup:
         return self._groups[0 if source < to else 1]

@@ -53,29 +53,36 @@ def memory_of_rank(
     if halves is not None:
         return _memory_in_halves(by_stage, halves, actions)
     own_stages = pipeline.stages_of(rank)
-    always = {
-        kind: math.fsum(getattr(by_stage[number].passes, kind) for number in own_stages)
-        for kind in ("parameters", "gradients", "optimizer")
-    }
+    parameters, optimizer = (
+        math.fsum(getattr(by_stage[number].passes, kind) for number in own_stages)
+        for kind in ("parameters", "optimizer")
+    )
     weights = math.fsum(by_stage[number].weights for number in own_stages)
     flying = dict.fromkeys(own_stages, 0)
+    begun = set[int]()  # stages with gradients
     most: Memory | None = None
     for action in actions:
         flying[action.stage] -= action.kind == "B"
         own = by_stage[action.stage]
+        now = own.passes if action.stage in begun else own.first
         flying_bytes = math.fsum(n * by_stage[number].saved for number, n in flying.items())
-        activations = own.passes.activations + weights - own.weights + flying_bytes
-        total = math.fsum(always.values()) + activations
-        total += own.passes.transient + own.passes.in_flight
-        flying[action.stage] += action.kind == "F"
-        if most is None or total > most.peak:
-            most = Memory(
-                **always,
-                activations=activations,
-                transient=own.passes.transient,
-                in_flight=own.passes.in_flight,
-                peak=total,
-            )
+        memory = Memory(
+            parameters=parameters,
+            gradients=now.gradients
+            + math.fsum(by_stage[number].unreduced for number in begun - {action.stage}),
+            optimizer=optimizer,
+            activations=now.activations + weights - own.weights + flying_bytes,
+            transient=now.transient,
+            in_flight=now.in_flight,
+            peak=0.0,
+        )
+        memory = dataclasses.replace(memory, peak=math.fsum(dataclasses.astuple(memory)))
+        if action.kind == "F":
+            flying[action.stage] += 1
+        else:
+            begun.add(action.stage)
+        if most is None or memory.peak > most.peak:
+            most = memory
     assert most is not None
     return max(most, _stepping(by_stage.values()), key=lambda memory: memory.peak)
 
@@ -97,14 +104,12 @@ def _memory_in_halves(
     """Return what `memory_of_rank` does where backwards run in two parts: a micro-batch keeps what
     its forward saved until the first part, and then what that carries over until the rest.
     """
-    always = {
-        "parameters": math.fsum(own.passes.parameters for own in by_stage.values()),
-        "gradients": math.fsum(own.unreduced for own in halves.values()),
-        "optimizer": math.fsum(own.passes.optimizer for own in by_stage.values()),
-    }
+    parameters = math.fsum(own.passes.parameters for own in by_stage.values())
+    optimizer = math.fsum(own.passes.optimizer for own in by_stage.values())
     there = math.fsum(own.weights for own in by_stage.values())
     there += math.fsum(own.results for own in halves.values())
     waiting = {stage: {"F": 0, "I": 0} for stage in by_stage}  # for the next part of a backward
+    begun = set[int]()  # stages with gradients
     most: Memory | None = None
     for action in actions:
         own = waiting[action.stage]
@@ -114,12 +119,20 @@ def _memory_in_halves(
             n["F"] * by_stage[stage].saved + n["I"] * halves[stage].carried
             for stage, n in waiting.items()
         )
-        transient = halves[action.stage].most(action.kind)
-        total = math.fsum(always.values()) + kept + transient
-        if most is None or total > most.peak:
-            most = Memory(
-                **always, activations=kept, transient=transient, in_flight=0.0, peak=total
-            )
+        memory = Memory(
+            parameters=parameters,
+            gradients=math.fsum(halves[stage].unreduced for stage in begun),
+            optimizer=optimizer,
+            activations=kept,
+            transient=halves[action.stage].most(action.kind),
+            in_flight=0.0,
+            peak=0.0,
+        )
+        memory = dataclasses.replace(memory, peak=math.fsum(dataclasses.astuple(memory)))
+        if action.kind in ("B", "W"):
+            begun.add(action.stage)
+        if most is None or memory.peak > most.peak:
+            most = memory
         for kind in ("F", "I"):
             own[kind] += action.kind == kind
     assert most is not None

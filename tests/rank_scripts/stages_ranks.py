@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar import Grid4D, Grid25D, Stages
+from autopar.ops.links import Links
 from autopar.runtime.training.adapters import require_parallel
 from benchmarks.models import Llama
 from on_ranks import Facts, caught, run_everywhere
@@ -73,6 +74,18 @@ def results(output: Any) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)
 
 
+def sends_in_flight() -> list[int]:
+    """How many tensors a rank has sent and not let go of, after each send from now on."""
+    found, send = [0], Links.send
+
+    def counted(self: Links, copy: int, x: Tensor) -> None:
+        send(self, copy, x)
+        found.append(sum(map(len, self._leaving.values())))
+
+    Links.send = counted  # type: ignore[method-assign]
+    return found
+
+
 def parity(task: str) -> Facts:
     """Three steps of AdamW with clipping; then an evaluation, and one of fewer rows."""
     layout, parts = TASKS[task]
@@ -82,6 +95,7 @@ def parity(task: str) -> Facts:
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, one))
     expected = dict(one.named_parameters(remove_duplicate=False))
     errors: dict[str, float] = {}
+    leaving = sends_in_flight()
     for step in range(STEPS):
         ours.zero_grad()
         theirs.zero_grad()
@@ -98,13 +112,18 @@ def parity(task: str) -> Facts:
         errors[f"norm {step}"] = apart(norms[0], norms[1])
         ours.step()
         theirs.step()
+    most = max(leaving)
     for name, parameter in par.named_parameters():
         errors[f"parameter {name}"] = apart(gather(parameter), expected[name].detach())
     with torch.no_grad():  # of the planned kind: every rank gets all rows
         pairs = zip(results(par(*inputs)), results(one(*inputs)), strict=True)
         errors["without gradients"] = max(apart(a, b) for a, b in pairs)
     facts = {"apart": max(errors.values()), "worst": max(errors, key=lambda n: errors[n])}
-    facts |= {"compared": len(errors), "names": [n for n, _ in par.named_parameters()]}
+    facts |= {
+        "compared": len(errors),
+        "leaving": most,
+        "names": [n for n, _ in par.named_parameters()],
+    }
     par.eval()
     one.eval()
     with torch.no_grad():

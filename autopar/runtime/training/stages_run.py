@@ -73,7 +73,8 @@ class StagesRun(PartsRun):
         first = next(iter(runs.values()))
         super().__init__(first, program, parts, device_mesh)
         self.stages, self.runs, self.pipeline, self.links = stages, runs, pipeline, links
-        self._own_actions, self._splits = schedule[links.copy], runs_in_halves(schedule)
+        me = links.copy
+        self._own_actions, self._splits = schedule[me], runs_in_halves(schedule)
         self._home = {place: s.number for s in stages for place in s.results}
         self._holders = _holders(stages)
         self.device, self.first_holders = device, _first_holders(stages, pipeline)
@@ -86,6 +87,9 @@ class StagesRun(PartsRun):
         self._order_of_sends = {
             rank: [key for action in own for key in self._sends_of(action)]
             for rank, own in enumerate(schedule)
+        }
+        self._taken = {
+            rank: self._taken_by(rank, own) for rank, own in enumerate(schedule) if rank != me
         }
         # what every rank gets; a call of another kind than the planned step hands out all it has
         states = enumerate(self._results())
@@ -267,6 +271,35 @@ class StagesRun(PartsRun):
         ):
             return []
         return [(action.result, name) for name in self.outputs_of(action)]
+
+    def _taken_by(self, rank: int, schedule: Sequence[Action]) -> dict[Action, int]:
+        """Return how many tensors another rank has received of this one when it has run each of
+        its actions, of a step. `schedule`: the actions of the other rank.
+        """
+        sent = {key: place for place, key in enumerate(self._sent_to(rank))}
+        taken, most = {}, 0
+        for action in schedule:
+            before = action.before(self.pipeline.stages)
+            if before is not None and self.pipeline.rank_of(before.stage) == self.links.copy:
+                places = [sent[before, name] for name in self.outputs_of(before)]
+                most = max([most, *(place + 1 for place in places)])
+            taken[action.result] = most
+        return taken
+
+    def _sent_to(self, rank: int) -> list[_Key]:
+        """Return what this rank sends to another one in a step, in order."""
+        found = []
+        for key in self._order_of_sends[self.links.copy]:
+            after = key[0].after(self.pipeline.stages)
+            assert after is not None
+            if self.pipeline.rank_of(after.stage) == rank:
+                found.append(key)
+        return found
+
+    def release_after(self, action: Action) -> None:
+        """Let go of what another rank must have received, as it sent what this action made."""
+        rank = self.pipeline.rank_of(action.stage)
+        self.links.release(rank, self._taken[rank][action])
 
     def outputs_of(self, action: Action) -> list[str]:
         """Return the names of the tensors that an action makes for another stage: what its stage
@@ -472,6 +505,8 @@ class _Step:
         outputs = owner.outputs_of(before)
         self._post(copy, [(before, name) for name in outputs])
         found = {name: self._posted.pop((before, name)).wait() for name in outputs}
+        if found and self._trained:  # without a backward, the other ranks' schedules are shorter
+            owner.release_after(before)
         return {name: found[name] for name in names}
 
     def _post(self, copy: int, keys: Sequence[_Key]) -> None:
