@@ -38,7 +38,7 @@ from autopar.planner.request import (
     Stages,
 )
 from autopar.planner.solve import search_meshes
-from autopar.planner.tracing import Inputs, call_arguments, trace_model, trace_step
+from autopar.planner.tracing import Inputs, KnownTraces, call_arguments, trace_model, trace_step
 from autopar.runtime import agreement
 from autopar.runtime.agreement import require_same_request
 from autopar.runtime.apply import (
@@ -122,7 +122,10 @@ def plan(
     )
     request = options.request(machines)
     check_room(model, machines, request.budget)
-    attempt = partial(plan_division, model, inputs, machines, progress=progress, smaller=smaller)
+    traces = KnownTraces()
+    attempt = partial(
+        plan_division, model, inputs, machines, progress=progress, smaller=smaller, known=traces
+    )
     return in_fastest_division(attempt, machines, request, microbatches, inputs)
 
 
@@ -276,7 +279,7 @@ def _plan_and_apply(
         world, options, inputs, backend=backend, sync_parameters=sync_parameters
     )
     ranks.together("reading the limits", lambda: check_room(model, machines, request.budget))
-    attempt = partial(plan_division, model, inputs, machines)
+    attempt = partial(plan_division, model, inputs, machines, known=KnownTraces())
     layout, microbatches = options.layout, options.microbatches
     searched: list[Plan] = []  # by rank 0
 

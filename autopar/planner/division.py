@@ -20,7 +20,7 @@ from autopar.planner.confirm import finish_plan
 from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_parts
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import PlanRequest
-from autopar.planner.tracing import Inputs, trace_step
+from autopar.planner.tracing import Inputs, KnownTraces, trace_step
 from autopar.world import World
 
 
@@ -31,14 +31,16 @@ def plan_division(
     request: PlanRequest,
     progress: Progress | None = None,
     smaller: bool = False,
+    known: KnownTraces | None = None,
 ) -> Plan:
     """Return the plan of a step that is divided as `request` says: into micro-batches, and into
     stages if these are its layout. `smaller`: the plan says whether fewer ranks would be as fast.
+    `known`: traces of the model on these inputs, which divisions share.
     """
     machines, request = of_one_stage(machines, request)
     require_parts(request)
     pipeline = PassManager(progress)
-    source, parts = trace_step(model, inputs, request.microbatches, pipeline)
+    source, parts = trace_step(model, inputs, request.microbatches, pipeline, known)
     analysed = analyse(pipeline, source, request)
     search = partial(choose_plan, pipeline, analysed, machines)
 

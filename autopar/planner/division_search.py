@@ -128,9 +128,10 @@ def with_stages(
     best: Plan | None = None,
 ) -> Plan:
     """Return the fastest plan with stages, of those that are left open: they are planned quickly,
-    the fastest one then as any plan. `best`: a plan without, which it is to beat: numbers of stages
-    whose bubble alone makes them slower are not planned. Raises what the attempt with the least
-    number of stages raises, where no other succeeds.
+    the fastest one then as any plan. Where one division alone is left, it is planned once. `best`:
+    a plan without stages, which it is to beat: numbers of stages whose bubble alone makes them
+    slower are not planned. Raises what the attempt with the least number of stages raises, where no
+    other succeeds.
     """
     requested = request.layout
     assert isinstance(requested, Stages)
@@ -143,6 +144,9 @@ def with_stages(
     if best is not None:
         limit = _WORTHWHILE * best.step_seconds
         counts = [n for n in counts if _least(best, n, rows) <= limit]
+    if len(counts) == 1 and microbatches != "auto":  # one division: `attempt` finds its schedule
+        stages = dataclasses.replace(requested, count=counts[0])
+        return attempt(request.under(stages).divided(microbatches))
     summed = dataclasses.replace(request, overlap=False)  # quickly: no layout is simulated
     found: list[Plan] = []
     refused: AutoparError | None = None

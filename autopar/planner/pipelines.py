@@ -184,7 +184,7 @@ def _fit_by_rank(search: Search, finish: Finish, request: PlanRequest) -> tuple[
     stage_plan = finish(search(saving_all), saving_all)
     context, limit = stage_plan.context, _limit(request)
     assert context is not None and limit is not None and request.stages is not None
-    tried: list[tuple[float, Plan]] = []
+    tried: list[tuple[float, Plan, Stages]] = []  # seconds, a plan, and the schedule they are of
     for gathers, sums in _OFTEN:
         if gathers > stage_plan.gathers_once or sums > stage_plan.sums_once:
             continue
@@ -193,22 +193,24 @@ def _fit_by_rank(search: Search, finish: Finish, request: PlanRequest) -> tuple[
         )
         full = dataclasses.replace(context.program, plan=dataclasses.replace(plan, context=None))
         for run in _runs(full, context.source.module.graph, request.stages, None, limit):
-            if tried and run.step.seconds >= min(seconds for seconds, _ in tried):
+            if tried and run.step.seconds >= min(seconds for seconds, *_ in tried):
                 break  # what runs again makes it longer
             fitting = run.with_rungs(limit)
             if fitting is None or (gathers and (fitting[0].recompute or fitting[0].regather)):
                 continue  # what is gathered again in the backward is not kept
             rung, seconds = fitting
-            tried.append((seconds, dataclasses.replace(plan, **rung._asdict())))
-        if any(not (plan.recompute or plan.regather) for _, plan in tried):
+            named = _named(request.stages, run, plan)
+            tried.append((seconds, dataclasses.replace(plan, **rung._asdict()), named))
+        if any(not (plan.recompute or plan.regather) for _, plan, _ in tried):
             break  # what comes later sends more, and holds less
     if not tried:
         raise PlanError("no rank of the pipeline can recompute enough")
-    _, best = min(tried, key=lambda each: each[0])
+    _, best, stages = min(tried, key=lambda each: each[0])
     if not best.decides_as(stage_plan):
         chosen = dataclasses.replace(context.source, plan=best)
         stage_plan = finish(chosen, dataclasses.replace(request, budget=None))
-    return stage_plan, in_stages(stage_plan, request)
+    # the rungs are those of its schedule: another one would need others
+    return stage_plan, in_stages(stage_plan, dataclasses.replace(request, stages=stages))
 
 
 def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Plan:

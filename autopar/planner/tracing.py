@@ -10,6 +10,7 @@ which api.py and runtime/apply.py call; passes/microbatches.py says what a divis
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -75,13 +76,39 @@ def _traced(
     return run("trace", model, lambda module: trace.trace(module, args, kwargs), trace.check)
 
 
+@dataclass
+class KnownTraces:
+    """What was traced so far of a model on the same inputs: a step in so many parts, and all its
+    rows, annotated. A search over divisions plans one trace for many numbers of stages.
+    """
+
+    steps: dict[int, tuple[Program, Parts | None]] = field(default_factory=dict)
+    full_batch: Program | None = None
+
+
 def trace_step(
-    model: nn.Module, inputs: Inputs, count: int, manager: PassManager | None = None
+    model: nn.Module,
+    inputs: Inputs,
+    count: int,
+    manager: PassManager | None = None,
+    known: KnownTraces | None = None,
 ) -> tuple[Program, Parts | None]:
     """Return the traced program of one of `count` parts of a step on these inputs, and the parts;
-    None for one. Raises PlanError where the step cannot be divided, InputError where its rows
-    cannot.
+    None for one. `known`: traces of this model on these inputs, to which this one is added. Raises
+    PlanError where the step cannot be divided, InputError where its rows cannot.
     """
+    known = KnownTraces() if known is None else known
+    if count in known.steps:
+        program, parts = known.steps[count]
+        manager = manager or PassManager()
+        return manager.run("trace", program, lambda traced: traced, trace.check), parts
+    known.steps[count] = _trace_step(model, inputs, count, manager, known)
+    return known.steps[count]
+
+
+def _trace_step(
+    model: nn.Module, inputs: Inputs, count: int, manager: PassManager | None, known: KnownTraces
+) -> tuple[Program, Parts | None]:
     if count == 1:
         return trace_model(model, inputs, manager), None
     call = call_arguments(inputs)
@@ -91,7 +118,10 @@ def trace_step(
             f"microbatches is {count}, and the inputs have {rows_of(call) or 'no'} rows: it must "
             "divide their number"
         )
-    full_batch = annotate.annotate(masks.masks(draws.draws(trace_model(model, call))))
+    if known.full_batch is None:
+        whole = known.steps[1][0] if 1 in known.steps else trace_model(model, call)
+        known.full_batch = annotate.annotate(masks.masks(draws.draws(whole)))
+    full_batch = known.full_batch
     traced, split = _trace_part(model, call, _divided(call, full_batch), count, manager)
     program = masks.masks(draws.draws(traced))
     if any(e.kind == "user" and e.trainable for e in program.signature.inputs):

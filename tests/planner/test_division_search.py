@@ -196,6 +196,33 @@ def test_stages_whose_bubble_alone_is_too_long_are_not_planned() -> None:
     assert attempt.tried == [(1, 1, False)]
 
 
+def test_one_division_is_planned_once() -> None:
+    attempt = _Tried(lambda stages, count: 1.0)
+    stages = AUTO.under(Stages(4, schedule="auto"))
+    in_fastest_division(attempt, autopar.World.of(8), stages, 8, ROWS)
+    assert attempt.tried == [(4, 8, False)]
+
+
+def test_divisions_share_their_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autopar.passes import trace
+
+    rows: list[int] = []
+    before = trace.trace
+
+    def counted(module: Any, args: Any, kwargs: Any) -> Any:
+        rows.append(len(args[0]))
+        return before(module, args, kwargs)
+
+    monkeypatch.setattr(trace, "trace", counted)
+    model = models.Gpt(vocabulary=64, sequence=16, hidden=32, heads=4, layers=4)
+    ids = torch.zeros(8, 16, dtype=torch.long)
+    plan = autopar.plan(
+        model, 4, (ids, ids), Stages(within="ddp"), microbatches="auto", smaller=False
+    )
+    assert plan.stage_starts and len(rows) > 2
+    assert len(rows) == len(set(rows)), "all rows, and a part of each number of micro-batches"
+
+
 def test_numbers_of_stages_that_are_refused_are_passed_over() -> None:
     def seconds(stages: int, count: int) -> float:
         if stages in (1, 2):
