@@ -9,10 +9,15 @@ planner/pipelines.py puts them into a plan.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+from rich.table import Table
+
+from autopar.cost.simulator import Seen, Span
 from autopar.ir.pipeline_schedule import Action, Pipeline
 
 
@@ -85,6 +90,69 @@ class PipelineStep:
         """
         total = self.seconds * self.ranks
         return 1 - sum(span.end - span.start for span in self.spans) / total if total else 0.0
+
+
+_PHASES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backward: weights"}
+
+
+@dataclass(frozen=True)
+class PipelineTimeline(Seen):
+    """The step of a pipeline as a timeline: a track for each rank of the pipeline, one beside it
+    for what that sends, and a span for each action, "F1.3" for the forward of stage 1 on
+    micro-batch 3. Collectives within stages are part of the actions. `computing` and what is left
+    of `seconds`, the bubble, are means over the ranks.
+    """
+
+    step: PipelineStep
+    title = "a modelled step in stages"
+    process = "modelled"
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step, of all its micro-batches."""
+        return self.step.seconds
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The actions of every rank, and the sends between ranks."""
+        actions = [_span(span, "compute", f"rank {span.rank}") for span in self.step.spans]
+        sends = [_span(span, "send", f"rank {span.rank} sends") for span in self.step.sends]
+        return tuple(span for span in (*actions, *sends) if span.seconds)
+
+    @cached_property
+    def computing(self) -> float:
+        """Seconds in which a rank runs its actions, a mean over the ranks."""
+        return math.fsum(self._by_rank) / self.step.ranks
+
+    @cached_property
+    def _by_rank(self) -> list[float]:
+        spans = self.step.spans
+        return [
+            math.fsum(span.end - span.start for span in spans if span.rank == rank)
+            for rank in range(self.step.ranks)
+        ]
+
+    def table(self) -> Table:
+        """Return how long every rank of the pipeline computes and waits; print it with rich."""
+        table = Table("rank", title=f"{self.title}, {self.seconds * 1e3:,.2f} ms")
+        for heading in ("actions", "computes ms", "waits ms"):
+            table.add_column(heading, justify="right")
+        for rank, computes in enumerate(self._by_rank):
+            actions = sum(span.rank == rank and span.action is not None for span in self.step.spans)
+            times = (f"{x * 1e3:,.2f}" for x in (computes, self.seconds - computes))
+            table.add_row(str(rank), str(actions), *times)
+        table.caption = f"ranks wait {self.step.bubble:.0%}"
+        return table
+
+
+def _span(span: PipelineSpan, kind: str, track: str) -> Span:
+    """Return an action, or what it sends, as a span of a timeline."""
+    if span.action is None:
+        return Span("sums, optimizer", kind, track, span.start, span.end, "end of the step")
+    phase = _PHASES[span.action.kind]
+    return Span(
+        str(span.action), kind, track, span.start, span.end, phase, f"stage {span.action.stage}"
+    )
 
 
 def simulate_pipeline(

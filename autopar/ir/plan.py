@@ -30,6 +30,7 @@ from autopar.world.world import CALIBRATED
 
 if TYPE_CHECKING:  # what a plan answers with stands above it
     from autopar.cost.formula import Formula
+    from autopar.cost.pipeline import PipelineTimeline
     from autopar.cost.simulator import Timeline
     from autopar.planner.plan_context import PlanContext
     from autopar.planner.why import Why
@@ -236,10 +237,12 @@ class Plan(Decision, Figures, Origin):
             )
         return self.context.formula(pattern)
 
-    def timeline(self, overlap: bool = True) -> Timeline:
-        """Return the modelled step event by event: a `cost.simulator.timeline.Timeline` with its
-        `seconds`, exposed and hidden ones, and `save(path)` for Perfetto. `overlap=False`: the step
-        waits for every collective at once. Raises PlanError for a plan from a file.
+    def timeline(self, overlap: bool = True) -> Timeline | PipelineTimeline:
+        """Return the modelled step event by event: a `cost.simulator.Timeline` with its `seconds`,
+        exposed and hidden ones, and `save(path)` for Perfetto. `overlap=False`: the step waits for
+        every collective at once. Of a plan with stages, a `cost.pipeline.PipelineTimeline`: the
+        actions and sends of every rank of the pipeline, whose stages overlap either way. Raises
+        PlanError for a plan from a file.
 
         >>> import autopar
         >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")

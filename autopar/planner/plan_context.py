@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autopar._compat import pytree
+from autopar.cost.pipeline import PipelineTimeline
 from autopar.cost.simulator import Timeline, timeline
 from autopar.errors import PlanError
 from autopar.ir.graph import forget
@@ -23,6 +24,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ops.devices import on_device, without_devices
 from autopar.passes.microbatches import Parts
+from autopar.planner.pipelines import step_of
 from autopar.planner.request import Layouts
 from autopar.planner.why import Why, why
 from autopar.world import World
@@ -80,8 +82,10 @@ class PlanContext:
             )
         return why(self.source, self.plan, self.layout, pattern)
 
-    def timeline(self, overlap: bool) -> Timeline:
+    def timeline(self, overlap: bool) -> Timeline | PipelineTimeline:
         """Answer `Plan.timeline`."""
+        if self.plan.stage_starts:
+            return PipelineTimeline(step_of(dataclasses.replace(self.plan, context=self)))
         return timeline(self.program, self.world, overlap)
 
     def formula(self, pattern: str) -> Formula:

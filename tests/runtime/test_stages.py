@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,21 @@ def test_a_plan_says_its_stages_and_its_bubble(tmp_path: Path) -> None:
     assert read == plan and read.schedule == "1f1b"
 
 
+def test_a_timeline_has_a_track_for_every_rank_of_the_pipeline(tmp_path: Path) -> None:
+    model, inputs = gpt(layers=2)
+    plan = autopar.plan(model, 2, inputs, Stages(2, "ddp", "zero-bubble"), microbatches=4)
+    step = plan.timeline()
+    assert step.seconds == plan.step_seconds and not step.totals()
+    names = [span.name for span in step.spans if span.track == "rank 1"]
+    assert names[:3] == ["F1.0", "I1.0", "F1.1"] and names[-1] == "sums, optimizer"
+    assert {s.track for s in step.spans} == {"rank 0", "rank 1", "rank 0 sends", "rank 1 sends"}
+    assert f"ranks wait {step.other_seconds / step.seconds:.0%}" in " ".join(plan.notes)
+    step.save(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(step.spans)
+    assert step.table().row_count == 2
+
+
 @pytest.mark.slow
 def test_a_report_draws_the_pipeline_and_says_how_many_ranks_there_are(tmp_path: Path) -> None:
     model, inputs = gpt()
@@ -310,7 +326,7 @@ def test_three_steps_on_gloo_are_those_of_one_device(
     "task",
     [pytest.param(t, marks=() if t == "faults zero-bubble" else pytest.mark.slow) for t in FAULTS],
 )
-def test_every_rank_is_told_why_a_pipeline_cannot_be(tmp_path: Path, task: str) -> None:
+def test_every_rank_says_why_a_pipeline_cannot_be(tmp_path: Path, task: str) -> None:
     """The same error on all ranks; then the next step is that of one device."""
     everyone = [facts[task] for facts in launched(tmp_path, 2, task, script="stages_ranks.py")]
     (schedule, _), (other, _), odd = FAULTS[task]

@@ -35,18 +35,19 @@ from autopar.ir.program import Program
 from autopar.world import World
 
 COMPUTE, WAITS = "compute", "waits"  # the tracks that are not lanes
-_NOT_COLLECTIVES = ("compute", "issue", "wait", "skew")  # kinds of span
+_NOT_COLLECTIVES = ("compute", "issue", "wait", "skew", "send")  # kinds of span
 
 
 class Span(NamedTuple):
     """Something that took from `start` to `end`, in seconds since the step began.
 
     `kind`: "compute"; "issue", the computing thread starts a collective; "wait", it stands still
-    for one; "skew", it stands still for a rank that is late; or the collective's own kind, as
-    "all_gather". `name`: the node's. `module`: the path of the subgraph that it belongs to,
-    "blocks.0.mlp". `track`: "compute", "waits", or the lane, which is the process group. `bytes`:
-    what this rank sends. For a collective, `exposed` are the seconds that computing stood still for
-    it, or for a modelled one was slowed down by it; `hidden` are the other seconds of its run.
+    for one; "skew", it stands still for a rank that is late; "send", a tensor goes to another
+    stage; or the collective's own kind, as "all_gather". `name`: the node's. `module`: the path of
+    the subgraph that it belongs to, "blocks.0.mlp". `track`: "compute", "waits", or the lane, which
+    is the process group. `bytes`: what this rank sends. For a collective, `exposed` are the seconds
+    that computing stood still for it, or for a modelled one was slowed down by it; `hidden` are the
+    other seconds of its run.
     """
 
     name: str
