@@ -190,6 +190,7 @@ def around() -> Facts:
     facts["first numbers"] = max(apart(gather(p), expected[n]) for n, p in par.named_parameters())
     facts["stats"] = par.stats() is None
     facts["refused"] = caught(lambda: require_parallel(par, "Trainer"))
+    facts["compiled"] = apart(torch.compile(par, backend="eager")(*inputs)[0], par(*inputs)[0])
     with par.no_sync():
         par(*inputs)[0].backward()
     par(*inputs)[0].backward()

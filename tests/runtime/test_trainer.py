@@ -41,6 +41,11 @@ def test_its_loop_is_that_of_one_device(tmp_path: Path, layout: str, accumulated
     assert "the ranks are 0 to 1" in facts["no such rank"]
 
 
+def test_the_mixin_alone_says_what_to_write() -> None:
+    with pytest.raises(autopar.InputError, match=r"class Trainer\(autopar.ParallelTrainer, trans"):
+        autopar.ParallelTrainer(model=fresh())
+
+
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()

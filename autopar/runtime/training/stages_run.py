@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar._compat import add_each
+from autopar._compat import add_each, not_compiled
 from autopar.errors import InputError, PlanError
 from autopar.ir.pipeline_schedule import Action, Pipeline, runs_in_halves
 from autopar.ir.program import Program
@@ -98,6 +98,7 @@ class StagesRun(PartsRun):
         self.loss_place = self._place_of_loss(program)
 
     # -- a step ------------------------------------------------------------------------------------
+    @not_compiled  # nothing that a compiler could make faster, and process groups
     def __call__(self, *values: Any) -> Any:
         if torch.is_grad_enabled():
             return super().__call__(*values)

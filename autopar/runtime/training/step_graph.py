@@ -464,7 +464,8 @@ def timelines(module: Any, times: int, args: Any, kwargs: Any) -> list[MeasuredS
     if module.plan.stage_starts:
         raise PlanError(
             "a timeline is read off one forward and one backward of a graph, and this module runs "
-            "stages: plan.report draws the modelled step of all of them"
+            "stages: par.plan.timeline() has the modelled step of all of them, and plan.report "
+            "draws it"
         )
     if module.plan.microbatches > 1:
         raise PlanError(

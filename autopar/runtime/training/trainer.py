@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from autopar.errors import InputError
 from autopar.runtime.training.adapters import prepare, require_parallel
 from autopar.runtime.training.checkpoint import Checkpoints
 
@@ -55,12 +56,17 @@ class ParallelTrainer(_Trainer):
     autopar.Checkpoints of the model, the optimizer and the schedule, from which any layout on any
     number of ranks goes on by `train(resume_from_checkpoint=...)`. All ranks make every call.
 
-    Raises InputError for a model that is not parallel.
+    Raises InputError for a model that is not parallel, and for one in stages.
     """
 
     args: Any  # transformers.TrainingArguments
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        if not hasattr(self, "train"):
+            raise InputError(
+                "autopar.ParallelTrainer is a mixin: make your own, class Trainer("
+                "autopar.ParallelTrainer, transformers.Trainer), and call that"
+            )
         super().__init__(*args, **options)
         require_parallel(self.model, "Trainer")
         # no rank counts its own tokens: all have those of the global batch
