@@ -27,12 +27,20 @@ import autopar
 from autopar import Grid2D, Grid4D, Plan, World
 from autopar.cost.communication import collective_cost
 from autopar.cost.formula import Formula, Term
+from autopar.cost.pipeline import StageSeconds, simulate_pipeline
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.pipeline_schedule import actions, pipeline_of
 from autopar.tools.targets import NAMED, Gpt, Sizes
 
-# 1T: arXiv 2104.04473, table 1
-MODELS = {**NAMED, "gpt-1t": Sizes("gpt", 128, 25600, 160, 51200, 2048)}
+# arXiv 2104.04473, table 1
+MODELS = {
+    **NAMED,
+    "gpt-39b": Sizes("gpt", 48, 8192, 64, 51200, 2048),
+    "gpt-145b": Sizes("gpt", 80, 12288, 96, 51200, 2048),
+    "gpt-310b": Sizes("gpt", 96, 16384, 128, 51200, 2048),
+    "gpt-1t": Sizes("gpt", 128, 25600, 160, 51200, 2048),
+}
 SEQUENCE = 2048
 FEW = 2  # grids that are planned
 
@@ -303,17 +311,39 @@ def best(job: Job, smallest: int = 1) -> Step:
 
 
 def pipelined(job: Job, tensor: int, stages: int) -> float:
-    """Seconds of a step of Megatron-LM: one tensor axis, data, and stages that autopar has none of:
-    their bubble is (stages - 1) / microbatches of the work, microbatches of one sample (arXiv
-    2104.04473, without interleaving); what passes between stages is left out.
+    """Seconds of a step of Megatron-LM: one tensor axis, data, and stages under 1F1B, with
+    micro-batches of one sample (arXiv 2104.04473): the simulated schedule, as a plan with stages
+    has it. The head is on the last stage; each tensor rank sends its slice of a border tensor.
     """
     data = job.ranks // (tensor * stages)
     inner = Grid4D(y=tensor, data=data * stages)  # a stage's groups lie as these do
     mesh = [mesh_of(inner)]
     (layer,), (rest,) = sums(moved().layer, mesh, job), sums(moved().rest, mesh, job)
-    forward, outside = computed(job, inner)
-    once = 4 * forward / 3 + 2 * layer["forward"] + layer["backward"]
-    work = once * job.sizes.layers + outside + rest["forward"] + rest["backward"]
-    microbatches = job.batch / data
+    both, outside = computed(job, inner)  # forward and backward; the latter is twice the former
+    microbatches = job.batch // data
+    # a stage has so many times fewer layers than the model, on so many times more rows
+    times = job.sizes.layers / microbatches
+    forward = times * (both / 3 + layer["forward"])
+    backward = times * (both + layer["forward"] + layer["backward"])  # with the forward once more
     gradients = (layer["gradients"] * job.sizes.layers + rest["gradients"]) / stages
-    return work * (1 + (stages - 1) / microbatches) + gradients
+    send = _border_seconds(job, tensor)
+    own = [StageSeconds(forward, backward, gradients, send) for _ in range(stages)]
+    head = stages / microbatches
+    own[-1] = own[-1]._replace(
+        forward=forward + head * (outside / 3 + rest["forward"]),
+        backward=backward + head * (outside * 2 / 3 + rest["backward"]),
+    )
+    pipeline = pipeline_of("1f1b", stages, 1)
+    return simulate_pipeline(pipeline, actions("1f1b", pipeline, microbatches), own).seconds
+
+
+def _border_seconds(job: Job, tensor: int) -> float:
+    """Seconds that the activations of a sample take to the next stage, where all ranks of a machine
+    send at once.
+    """
+    world, size = job.machine.world(job.ranks), job.sizes
+    *inside, outer = world.levels
+    share = outer.uplink(math.prod(level.ranks for level in inside))
+    share /= math.prod(level.ranks for level in inside)
+    sent = SEQUENCE * size.width * torch.bfloat16.itemsize / tensor
+    return world.launch_s + outer.latency_s + sent / share

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -41,6 +42,15 @@ def test_the_seconds_of_axonns_own_model() -> None:
     assert len(rows) == 6
     for row in rows:
         assert row.ratio == pytest.approx(1.05, abs=0.1), row.what
+
+
+@pytest.mark.slow
+def test_more_samples_leave_megatrons_stages_a_smaller_bubble() -> None:
+    jobs = [Job("gpt-5b", papers.DGX_A100, 16, batch) for batch in (8, 16, 32)]
+    seconds = [steps.pipelined(job, tensor=2, stages=4) for job in jobs]
+    for few, many in itertools.pairwise(seconds):
+        assert 1.4 * few < many < 2 * few
+    assert seconds[2] / seconds[1] > seconds[1] / seconds[0]
 
 
 @pytest.mark.slow
