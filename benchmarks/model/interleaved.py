@@ -16,7 +16,6 @@ import dataclasses
 import torch
 
 import autopar
-from autopar.cost.parts import deferred_values
 from autopar.cost.simulator import interleave, simulate
 from autopar.cost.simulator.step_events import Events
 from autopar.tools.targets import NAMED, Gpt
@@ -35,8 +34,8 @@ def ratio(layout: str, world: autopar.World, width: int) -> float:
         model, world, (ids, ids), layout, memory=1e15, smaller=False, microbatches=2,
         outputs="sharded",
     )  # fmt: skip
-    program = plan.context.program
-    events = Events(program, world, deferred_values(program)).run()
+    assert plan.context is not None
+    events = Events(plan.context.program, world, between=True).run()
     return interleave(events).seconds / (2 * simulate(events).seconds)
 
 
