@@ -10,7 +10,7 @@ def pipeline_actions(
     schedule: str, ranks: int, rounds: int, microbatches: int
 ) -> list[list[tuple[Any, int, int]]]:
     """Return for every rank of a pipeline what it runs in torch's schedule of this name, in order:
-    ("F" or "B", stage, micro-batch); "I" and "W" are the parts of a backward that a schedule runs
+    ("F" or "B", stage, micro-batch); "I" and "W" are the halves of a backward that a schedule runs
     apart. `rounds`: stages of a rank. Raises ValueError and AssertionError as torch does.
     """
     from unittest import mock

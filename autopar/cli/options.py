@@ -27,7 +27,7 @@ from autopar.planner.request import (
     GridEP,
     GridHSDP,
     Layouts,
-    Microbatches,
+    MicrobatchCount,
     Stages,
 )
 from autopar.tools.targets import NAMED
@@ -86,7 +86,8 @@ RecomputeOption = Annotated[
 MicrobatchesOption = Annotated[
     str,
     typer.Option(
-        metavar="N", help="Parts of a step, one after the other: a number, or auto, to save memory."
+        metavar="N",
+        help="Micro-batches of a step, one after the other: a number, or auto, to save memory.",
     ),
 ]
 ReduceOption = Annotated[
@@ -204,8 +205,8 @@ def read_memory(text: str) -> Limit:
     return float(match[1]) * _UNIT_BYTES[match[2]]
 
 
-def read_microbatches(text: str) -> Microbatches:
-    """Return the number of parts of a step, or "auto". Raises PlanError.
+def read_microbatches(text: str) -> MicrobatchCount:
+    """Return the number of micro-batches of a step, or "auto". Raises PlanError.
 
     >>> read_microbatches("4")
     4
@@ -213,7 +214,9 @@ def read_microbatches(text: str) -> Microbatches:
     if text == "auto":
         return "auto"
     if not text.isdecimal() or not int(text):
-        raise PlanError(f"--microbatches {text}: it is auto, or a number of parts, 1 or more")
+        raise PlanError(
+            f"--microbatches {text}: it is auto, or a number of micro-batches, 1 or more"
+        )
     return int(text)
 
 

@@ -25,7 +25,7 @@ from rich.table import Table
 from sympy import Expr, Integer, Symbol
 
 from autopar.cost.communication import SentCollective, sent, sent_collectives
-from autopar.cost.parts import times
+from autopar.cost.microbatches import times
 from autopar.cost.symbols import Names, meaning
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout

@@ -1,4 +1,4 @@
-"""What a backward that runs in two parts holds between them: of every product with a weight its
+"""What a backward that runs in two halves holds between them: of every product with a weight its
 other operands and the gradient of its result, as the gradient of the weight is made of these later
 (passes/overlap/split_backward.py).
 

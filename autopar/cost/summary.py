@@ -21,7 +21,7 @@ from autopar._compat import pytree
 from autopar.cost.algorithms import algorithms, flat_algorithms
 from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
-from autopar.cost.parts import optimizer_step, times
+from autopar.cost.microbatches import optimizer_step, times
 from autopar.cost.simulator import Timeline
 from autopar.ir.graph import block_name, every_node, numbered_block
 from autopar.ir.plan import Plan
@@ -52,8 +52,8 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
     recomputation = rematerialization_seconds(program, world, plan_collectives)
     unsplit = (*plan.unsplit, *_unknown_ops(program))
     seconds, bound = plan.seconds + recomputation, plan.bound
-    if plan.microbatches > 1:  # the gap is that of one part
-        seconds = _seconds_of_parts(program, world, plan_collectives)
+    if plan.microbatches > 1:  # the gap is that of one
+        seconds = _seconds_of_microbatches(program, world, plan_collectives)
         bound *= seconds / plan.seconds if plan.seconds else 1.0
     return dataclasses.replace(
         plan,
@@ -71,16 +71,16 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
     )
 
 
-def _seconds_of_parts(
+def _seconds_of_microbatches(
     program: Program, world: World, step_collectives: Sequence[Collective]
 ) -> float:
     """Return the seconds of a step in micro-batches, whose collectives are all of the step's."""
     plan = program.plan
     assert plan is not None
     each = zip(sent_collectives(program), step_collectives, times(program), strict=True)
-    sent_by_part = sum(c.seconds / count for sent, c, count in each if not sent.again)
+    sent_by_microbatch = sum(c.seconds / count for sent, c, count in each if not sent.again)
     optimizer = optimizer_step(program, world)
-    computing = max(0.0, plan.seconds - sent_by_part - optimizer)
+    computing = max(0.0, plan.seconds - sent_by_microbatch - optimizer)
     computing += sum(_again_seconds(program, world).values())
     communication = sum(collective.seconds for collective in step_collectives)
     return communication + optimizer + plan.microbatches * computing

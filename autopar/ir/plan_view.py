@@ -170,13 +170,13 @@ def summary(plan: Plan) -> str:
         hidden, exposed = format_seconds(total.hidden), format_seconds(total.exposed or 0.0)
         lines.insert(4, ("hides", f"{hidden} of communication; {exposed} is exposed"))
     if plan.microbatches > 1:
-        lines.append(("parts", parts_text(plan)))
+        lines.append(("batches", microbatches_text(plan)))
     lines += [("gap", line.removeprefix("gap: ")) for line in _gap(plan)]
     lines += [("again", f"{what} in the backward: {names}") for names, what in plan.dropped]
     return "\n".join(["Plan", *(f"  {name:7} {text}" for name, text in lines[:9])])
 
 
-def parts_text(plan: Plan) -> str:
+def microbatches_text(plan: Plan) -> str:
     """Return in how many micro-batches a step runs, and when ranks sum gradients, in words."""
     when = "once a step" if plan.sums_once else "once a step, but for scattered ones in each"
     turns = ", two in turns" if plan.interleaved else ""

@@ -121,11 +121,11 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
 
 
 def count_microbatch(program: Program, count: int, sums: float, gathers: float) -> Program:
-    """Return the annotated program as one of so many parts of a step, in which a search counts
-    these shares of the sums of weights' gradients and of the gathers of weights, as they come once
-    in a step.
+    """Return the annotated program as one of so many micro-batches of a step, in which a search
+    counts these shares of the sums of weights' gradients and of the gathers of weights, as they
+    come once in a step.
     """
-    counting = dataclasses.replace(program.counting, sums=sums, gathers=gathers, parts=count)
+    counting = dataclasses.replace(program.counting, sums=sums, gathers=gathers, microbatches=count)
     return dataclasses.replace(program, counting=counting)
 
 

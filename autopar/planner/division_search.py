@@ -20,7 +20,7 @@ from typing import Any
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
-from autopar.planner.request import Layouts, Microbatches, PlanRequest, Stages
+from autopar.planner.request import Layouts, MicrobatchCount, PlanRequest, Stages
 from autopar.planner.tracing import Inputs, call_arguments, rows_of
 from autopar.world import World
 
@@ -34,7 +34,7 @@ _PER_STAGE = 4  # micro-batches for each stage that are tried first: a bubble of
 Attempt = Callable[[PlanRequest], Plan]
 
 
-def is_open(layout: Layouts, microbatches: Microbatches) -> bool:
+def is_open(layout: Layouts, microbatches: MicrobatchCount) -> bool:
     """Whether stages or micro-batches are to be found.
 
     >>> is_open("fsdp", 4), is_open(Stages(schedule="auto", count=2), 4)
@@ -48,7 +48,7 @@ def in_fastest_division(
     attempt: Attempt,
     world: World,
     request: PlanRequest,
-    microbatches: Microbatches,
+    microbatches: MicrobatchCount,
     inputs: Inputs,
     pipelines: bool = True,
 ) -> Plan:
@@ -62,7 +62,7 @@ def in_fastest_division(
         return with_stages(attempt, world, request, microbatches, rows)
     if microbatches != "auto":
         return attempt(request.divided(microbatches))
-    best, refused = _plan_or_error(in_fastest_parts, attempt, request, rows)
+    best, refused = _plan_or_error(in_fastest_microbatches, attempt, request, rows)
     if request.layout == "auto" and pipelines:
         staged = request.under(Stages(schedule="auto"))
         fastest, error = _plan_or_error(with_stages, attempt, world, staged, "auto", rows, best)
@@ -87,7 +87,7 @@ def _plan_or_error(
 
 
 # -- micro-batches ---------------------------------------------------------------------------------
-def in_fastest_parts(attempt: Attempt, request: PlanRequest, rows: int) -> Plan:
+def in_fastest_microbatches(attempt: Attempt, request: PlanRequest, rows: int) -> Plan:
     """Return the fastest plan that `attempt` makes for a number of micro-batches. Raises what it
     raises for one, where no other number does.
     """
@@ -113,7 +113,9 @@ def in_fastest_parts(attempt: Attempt, request: PlanRequest, rows: int) -> Plan:
 
 
 def _counts(rows: int) -> Iterator[int]:
-    """Yield the numbers of parts to try: those that divide the rows, doubled or more each time."""
+    """Yield the numbers of micro-batches to try: those that divide the rows, doubled or more each
+    time.
+    """
     numbers = [n for n in range(2, rows + 1) if rows % n == 0]
     yield from itertools.islice(_further(numbers, 1, True), _MOST_TRIES)
 
@@ -123,7 +125,7 @@ def with_stages(
     attempt: Attempt,
     world: World,
     request: PlanRequest,
-    microbatches: Microbatches,
+    microbatches: MicrobatchCount,
     rows: int,
     best: Plan | None = None,
 ) -> Plan:
@@ -183,7 +185,7 @@ def computed_seconds(plan: Plan) -> float:
 
 
 def _in_fastest_number(
-    attempt: Attempt, request: PlanRequest, microbatches: Microbatches, rows: int
+    attempt: Attempt, request: PlanRequest, microbatches: MicrobatchCount, rows: int
 ) -> Plan:
     """Return the fastest plan with the request's stages: of the micro-batches that are asked for,
     or of four for each stage, then of more or fewer as long as the step gets shorter.

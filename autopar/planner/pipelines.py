@@ -88,7 +88,7 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     return _world_of_stage(world, requested), inner
 
 
-def require_parts(request: PlanRequest) -> None:
+def require_microbatches(request: PlanRequest) -> None:
     """Raise PlanError where a step in stages has no micro-batches, or other numbers of them than
     its schedule takes.
     """
@@ -508,7 +508,7 @@ def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:
 
 
 def _backward_text(own: StageSeconds) -> str:
-    """Return how long a backward takes, whole or in two parts."""
+    """Return how long a backward takes, whole or in two halves."""
     if not own.inputs:  # whole, or all of it of weights
         return f"{(own.weights or own.backward) * 1e3:.2f} ms backward"
     inputs, weights = own.inputs * 1e3, own.weights * 1e3

@@ -24,7 +24,12 @@ from typing import NamedTuple
 
 from autopar.cost.block_memory import Rise, peak_of, segments_of
 from autopar.cost.memory import Budget, optimizer_bytes, refusal, step_bytes
-from autopar.cost.parts import memory_of_parts, part_count, unreduced_bytes, with_results
+from autopar.cost.microbatches import (
+    memory_of_microbatches,
+    microbatch_count,
+    unreduced_bytes,
+    with_results,
+)
 from autopar.cost.peak import peak
 from autopar.cost.summary import (
     gathered_output_bytes,
@@ -398,7 +403,7 @@ class Estimated(RematerializationSearch):
                 peak=most + states,
             )
 
-        passes = self._in_parts(memory(step_peak.most))
+        passes = self._in_microbatches(memory(step_peak.most))
         stepping = with_results(self._short.program, memory(step_peak.end + step))
         return max(passes, stepping, key=lambda each: each.peak)
 
@@ -411,14 +416,14 @@ class Estimated(RematerializationSearch):
             for name in self.names
         }
 
-    def _in_parts(self, memory: Memory) -> Memory:
+    def _in_microbatches(self, memory: Memory) -> Memory:
         """Return the memory of a step in micro-batches, of that of one."""
-        return memory_of_parts(self._short.program, memory, self._unreduced)
+        return memory_of_microbatches(self._short.program, memory, self._unreduced)
 
     @cached_property
     def _unreduced(self) -> float:
         """The bytes that a rank holds of gradients between micro-batches."""
-        samples = self.deep.samples() if part_count(self._short.program) > 1 else ()
+        samples = self.deep.samples() if microbatch_count(self._short.program) > 1 else ()
         return sum(w * unreduced_bytes(emit_program(p, self.world)) for w, p in samples)
 
 

@@ -94,8 +94,8 @@ def _memory_in_halves(
     halves: Mapping[int, HalvesMemory],
     actions: Sequence[Action],
 ) -> Memory:
-    """Return what `memory_of_rank` does where backwards run in two parts: a micro-batch keeps what
-    its forward saved until the first part, and then what that carries over until the rest.
+    """Return what `memory_of_rank` does where backwards run in two halves: a micro-batch keeps what
+    its forward saved until the first half, and then what that carries over until the rest.
     """
     always = {
         "parameters": math.fsum(own.passes.parameters for own in by_stage.values()),
@@ -104,7 +104,7 @@ def _memory_in_halves(
     }
     there = math.fsum(own.weights for own in by_stage.values())
     there += math.fsum(own.results for own in halves.values())
-    waiting = {stage: {"F": 0, "I": 0} for stage in by_stage}  # for the next part of a backward
+    waiting = {stage: {"F": 0, "I": 0} for stage in by_stage}  # for the next half of a backward
     most: Memory | None = None
     for action in actions:
         own = waiting[action.stage]
@@ -149,7 +149,7 @@ class StageMemory:
         return self._memory[look, own]
 
     def halves(self, stage: Stage, rung: Rematerialized = _NOTHING) -> HalvesMemory:
-        """Return what the stage holds where its backwards run in two parts, on this rung."""
+        """Return what the stage holds where its backwards run in two halves, on this rung."""
         look, own = self._key(stage, rung)
         if (look, own) not in self._halves:
             program = self.steps(stage).program_at(own) if any(own) else stage.program

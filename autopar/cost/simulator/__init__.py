@@ -305,11 +305,11 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
 
 
 def interleave(events: Sequence[Event]) -> Timeline:
-    """Return the timeline of two parts with these events each, turn by turn."""
+    """Return the timeline of two micro-batches with these events each, turn by turn."""
     both = [
-        event._replace(after=tuple(2 * index + part for index in event.after))
+        event._replace(after=tuple(2 * index + number for index in event.after))
         for event in events
-        for part in (0, 1)
+        for number in (0, 1)
     ]
     return simulate(both)
 
@@ -323,8 +323,8 @@ def _shortest(step: Events, overlap: bool) -> Timeline:
 def halves_of_backward(
     program: Program, world: World, received: Collection[str]
 ) -> tuple[float, float]:
-    """Return the modelled seconds of a micro-batch's backward in two parts: what the gradients of
-    the placeholders `received` need, and the rest. Each part hides its own communication alone.
+    """Return the modelled seconds of a micro-batch's backward in two halves: what the gradients of
+    the placeholders `received` need, and the rest. Each half hides its own communication alone.
     """
     step = Events(program, world, between=True)
     events = step.run()
@@ -338,8 +338,8 @@ def halves_of_backward(
             first.add(index)
             wanted.extend(events[index].after)
     backward = [i for i, event in enumerate(events) if event.phase == "backward"]
-    parts = ([i for i in backward if i in first], [i for i in backward if i not in first])
-    inputs, weights = (simulate(_alone(events, part)).seconds for part in parts)
+    halves = ([i for i in backward if i in first], [i for i in backward if i not in first])
+    inputs, weights = (simulate(_alone(events, half)).seconds for half in halves)
     return inputs, weights
 
 

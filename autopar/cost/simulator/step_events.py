@@ -23,8 +23,8 @@ from autopar.cost.algorithms import Stage, stages
 from autopar.cost.communication import SentCollective, flat_price, sent_collectives
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from autopar.cost.contention import lost_s
+from autopar.cost.microbatches import OncePerStep
 from autopar.cost.network import Pattern, pattern, size, within
-from autopar.cost.parts import OncePerStep
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.engine import Event
 from autopar.ir.graph import inline, stored_nodes

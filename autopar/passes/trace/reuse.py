@@ -166,7 +166,7 @@ class _Trace:
 
 
 # The last traces of each model, the newest last: a step in micro-batches has two, that of the whole
-# batch and that of one part, and a search for their number has those of several.
+# batch and that of one micro-batch, and a search for their number has those of several.
 _TRACES: weakref.WeakKeyDictionary[nn.Module, list[_Trace]] = weakref.WeakKeyDictionary()
 _MOST_TRACES = 4
 

@@ -135,8 +135,8 @@ def advise(
     own_layout: Layouts = "auto"
     if degrees.pipeline > 1:
         own_layout = Stages(degrees.pipeline, "auto", schedule="auto")
-    parts = degrees.microbatches
-    own = planning.plan(own_layout, "auto", microbatches=parts) if compare else None
+    count = degrees.microbatches
+    own = planning.plan(own_layout, "auto", microbatches=count) if compare else None
     return Advice(TOOLS[tool], degrees, TOOLS[tool].write(degrees), plan, own, tried)
 
 
@@ -249,17 +249,19 @@ def _fastest(
             continue
         if progress is not None:
             progress(f"{tool.name}: {number + 1} of {len(degrees_of)}")
-        count, parts = degrees.pipeline, degrees.microbatches
+        stages, microbatches = degrees.pipeline, degrees.microbatches
         whole = [plan for known, plan in plans.items() if known.pipeline == 1]
         fastest = min(whole, key=lambda plan: plan.step_seconds, default=None)
-        if count > 1 and fastest is not None:
-            least = computed_seconds(fastest) * (1 + (count - 1) / parts)
+        if stages > 1 and fastest is not None:
+            least = computed_seconds(fastest) * (1 + (stages - 1) / microbatches)
             if least > fastest.step_seconds:
                 tried.append((degrees, f"its bubble alone makes a step of {least:.3g} s"))
                 continue
-        more_bytes = tool.more_bytes(degrees, parameters // (degrees.tensor * count))
+        more_bytes = tool.more_bytes(degrees, parameters // (degrees.tensor * stages))
         try:
-            plans[degrees] = planning.plan(tool.layout(degrees), degrees.mode, more_bytes, parts)
+            plans[degrees] = planning.plan(
+                tool.layout(degrees), degrees.mode, more_bytes, microbatches
+            )
         except (LayoutError, PlanError) as error:
             tried.append((degrees, str(error)))
             continue
