@@ -365,18 +365,19 @@ def verify(
     on_ranks = rewrite_for_ranks(pipeline, chosen, machines)
     pipeline.progress("compare")
     single = search_meshes(program, World.of(1), PlanRequest())
-    on_one = rewrite_for_ranks(PassManager(), single, machines)
+    on_one_device = rewrite_for_ranks(PassManager(), single, machines)
     call = call_arguments(inputs)
     leaves, whole = pytree.tree_leaves(call), source
     if division is not None:
         whole = trace_model(model, inputs)
-        drawn = any(entry.kind == "seed" for entry in on_one.signature.inputs)
-        traced = source if drawn else on_one  # what ranks run is compared, where it drops nothing
+        drawn = any(entry.kind == "seed" for entry in on_one_device.signature.inputs)
+        # what ranks run is compared, where it drops nothing
+        traced = source if drawn else on_one_device
         leaves = compare_microbatches(draws(whole), traced, division, call, tolerance)
-    result = compare(on_ranks, on_one, leaves, tolerance)
+    result = compare(on_ranks, on_one_device, leaves, tolerance)
     if isinstance(layout, Plan) and layout.stage_starts:
         pipeline.progress("compare stages")
-        errors = compare_stages(on_ranks, on_one, division, call, tolerance)
+        errors = compare_stages(on_ranks, on_one_device, division, call, tolerance)
         result = dataclasses.replace(
             result,
             loss_error=max(result.loss_error, errors.loss),

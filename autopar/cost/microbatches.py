@@ -48,7 +48,7 @@ def unreduced_gradients(program: Program) -> dict[Value, UnreducedGradient]:
         value = collective.node.meta.get("value")
         if _is_sum(collective) and value in notes.weights:
             sums[value].append(collective)
-    return {value: _gradient_of(found, program.counting.sums) for value, found in sums.items()}
+    return {value: _gradient_of(own, program.counting.sums) for value, own in sums.items()}
 
 
 def _is_sum(collective: SentCollective) -> bool:
@@ -80,8 +80,8 @@ class OncePerStep(NamedTuple):
         assert plan is not None
         if plan.microbatches == 1:
             return OncePerStep()
-        found = unreduced_gradients(program).items()
-        sums = frozenset(v for v, deferred in found if plan.sums_once or not deferred.scattered)
+        gradients = unreduced_gradients(program).items()
+        sums = frozenset(v for v, deferred in gradients if plan.sums_once or not deferred.scattered)
         if not plan.gathers_once:
             return OncePerStep(sums)
         behind = ancestors(gathered_weights(program))
@@ -115,8 +115,8 @@ def gathered_bytes(program: Program) -> float:
     assert program.plan is not None
     if not program.plan.gathers_once:
         return 0.0
-    found = (node.meta for node in gathered_weights(program) if "layout" in node.meta)
-    return float(sum(meta["layout"].local_size * meta["dtype"].itemsize for meta in found))
+    metas = (node.meta for node in gathered_weights(program) if "layout" in node.meta)
+    return float(sum(meta["layout"].local_size * meta["dtype"].itemsize for meta in metas))
 
 
 def _gathers(node: fx.Node) -> bool:

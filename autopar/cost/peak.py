@@ -349,9 +349,9 @@ class _Step:
             roots = _roots_of_backward(outputs[:own])
             starts = [torch.ones_like(root) for root in roots]
             borders = [tensors[name] for name in received if tensors[name].requires_grad]
-            kept = outputs[own:]
+            saved_outputs = outputs[own:]
             del outputs
-            found = torch.autograd.grad(roots, borders, starts, allow_unused=True)
+            input_gradients = torch.autograd.grad(roots, borders, starts, allow_unused=True)
             first_end = self.recorder.moment
             del roots, starts
         sizes = {
@@ -363,20 +363,20 @@ class _Step:
         lives = [
             [id(self.recorder.note(x)) for x in products.tensors] for products in holder.products
         ]
-        del found, kept
+        del input_gradients, saved_outputs
         carried = float(sum(sizes.values()))
         whole = sum(products.gradient_bytes for products in holder.products)
         share = min(1.0, unreduced / whole) if whole and unreduced else 1.0
-        left, live, rest = (
+        left, waiting, rest = (
             Counter(key for own_lives in lives for key in own_lives),
             carried,
             carried,
         )
         for products, own_lives in zip(holder.products, lives, strict=True):
-            rest = max(rest, live + products.gradient_bytes)
-            live += products.gradient_bytes * share
+            rest = max(rest, waiting + products.gradient_bytes)
+            waiting += products.gradient_bytes * share
             left.subtract(own_lives)
-            live -= sum(sizes.pop(key, 0.0) for key in set(own_lives) if not left[key])
+            waiting -= sum(sizes.pop(key, 0.0) for key in set(own_lives) if not left[key])
 
         def highest_between(first: int, last: int) -> float:
             lifetimes = [
@@ -388,7 +388,7 @@ class _Step:
 
         forward = highest_between(0, forward_end)
         first = highest_between(forward_end + 1, first_end)
-        return HalvesMemory(forward, first, max(rest, live), carried, unreduced, 0.0)
+        return HalvesMemory(forward, first, max(rest, waiting), carried, unreduced, 0.0)
 
     def _local_tensor(self, entry: Input) -> Tensor:
         """Return the tensor of an input, in its local shape."""
@@ -421,14 +421,14 @@ class _Step:
         peak_moment, _ = highest(self.recorder.lifetimes)
         every = max(1, self.recorder.moment // most)
         states, step_extra = self._states()
-        found = []
+        moments = []
         for op in sorted({*range(0, self.recorder.moment + 1, every), peak_moment}):
             sizes = self._sizes(op)
-            found.append(Moment(op, optimizer=states, **sizes))
+            moments.append(Moment(op, optimizer=states, **sizes))
         end = self.recorder.moment + 1
         last = self._sizes(end)
         last["transient"] += step_extra
-        return [*found, Moment(end, optimizer=states, **last)]
+        return [*moments, Moment(end, optimizer=states, **last)]
 
     def _sizes(self, moment: int) -> dict[str, float]:
         """Return the bytes alive at a moment by kind, activations being what the forward leaves."""

@@ -223,9 +223,9 @@ def most_in_flight(own: tuple[Action, ...], stage: int) -> int:
     >>> [most_in_flight(own, r) for r, own in enumerate(actions("1f1b", Pipeline(4), 8))]
     [4, 3, 2, 1]
     """
-    held = most = 0
+    in_flight = most = 0
     for action in own:
         if action.stage == stage and action.kind != "W":
-            held += 1 if action.kind == "F" else -1
-            most = max(most, held)
+            in_flight += 1 if action.kind == "F" else -1
+            most = max(most, in_flight)
     return most

@@ -66,9 +66,9 @@ def rerun_in_backward(block: fx.GraphModule, cheap: int, *inputs: Any) -> Any:
     values = [inputs[place] for place in parts.needs]
     rerun = _Rerun(lambda: parts.fetch(*values))  # knows no hooks: a cycle would keep what it holds
     with saved_tensors_hooks(rerun.pack, rerun.unpack):
-        made = parts.fetch(*values)
-        results = parts.rest(*inputs, *made)
-    rerun.drop(made, values)
+        results_of_cheap = parts.fetch(*values)
+        results = parts.rest(*inputs, *results_of_cheap)
+    rerun.drop(results_of_cheap, values)
     return results
 
 

@@ -227,14 +227,14 @@ class _Division:
         rule = self.notes.specs[node.name]
         factors = self.notes.factors[node.name]
         own = {f for f, atoms in factors.items() if {a.number for a in atoms} & self.batch}
-        kept = {f for f in own if all(any(f in dim for dim in r) for r in rule.results)}
+        in_results = {f for f in own if all(any(f in dim for dim in r) for r in rule.results)}
         if own & (rule.whole | (set() if _counts_tokens(node) else rule.shared)):
             raise self._refusal(node, "computes with the rows of all micro-batches")
-        if own and own == kept:
+        if own and own == in_results:
             self.states[node] = "rows"
         elif own and _counts_tokens(node) and bound(node)["reduction"] == _MEAN:
             self._divide_by_total(node)
-        elif own and not kept and own <= rule.sum and not rule.added:
+        elif own and not in_results and own <= rule.sum and not rule.added:
             self.states[node] = "sum"
             if _is_mean(node):
                 self._scale(node)

@@ -91,25 +91,25 @@ def in_fastest_microbatches(attempt: Attempt, request: PlanRequest, rows: int) -
     """Return the fastest plan that `attempt` makes for a number of micro-batches. Raises what it
     raises for one, where no other number does.
     """
-    found: list[Plan] = []
+    plans: list[Plan] = []
     refused: PlanError | None = None
     try:
-        found.append(attempt(request.divided(1)))
+        plans.append(attempt(request.divided(1)))
     except PlanError as error:
         refused = error
-    if found and not found[0].recompute:
-        return found[0]
+    if plans and not plans[0].recompute:
+        return plans[0]
     for count in _counts(rows):
         try:
-            found.append(attempt(request.divided(count)))
+            plans.append(attempt(request.divided(count)))
         except AutoparError:  # it cannot be divided so, or does not fit yet
             continue
-        if not found[-1].recompute:
+        if not plans[-1].recompute:
             break
-    if not found:
+    if not plans:
         assert refused is not None
         raise refused
-    return min(found, key=lambda plan: plan.step_seconds)
+    return min(plans, key=lambda plan: plan.step_seconds)
 
 
 def _counts(rows: int) -> Iterator[int]:
@@ -146,7 +146,7 @@ def with_stages(
         limit = _WORTHWHILE * best.step_seconds
         counts = [n for n in counts if _least(best, n, rows) <= limit]
     summed = dataclasses.replace(request, overlap=False)  # quickly: no layout is simulated
-    found: list[Plan] = []
+    plans: list[Plan] = []
     refused: AutoparError | None = None
     failed = 0  # numbers of stages since the last one that was faster than all before it
     for count in counts:
@@ -155,18 +155,18 @@ def with_stages(
         plan, error = _plan_or_error(_in_fastest_number, attempt, tried, microbatches, rows)
         refused = refused or error
         failed += 1
-        if plan is not None and all(plan.step_seconds < other.step_seconds for other in found):
+        if plan is not None and all(plan.step_seconds < other.step_seconds for other in plans):
             failed = 0
-        found += [] if plan is None else [plan]
+        plans += [] if plan is None else [plan]
         # the bubble grows with the stages, and what they save shrinks
-        if failed == _FAILED_TRIES and (found or best is not None):
+        if failed == _FAILED_TRIES and (plans or best is not None):
             break
-    if not found:
+    if not plans:
         reason = "a pipeline has 2 or more ranks, and this world has fewer"
         if best is not None:
             reason = "no number of stages can be faster than none"
         raise refused or LayoutError(f"{requested}: {reason}")
-    quick = min(found, key=lambda plan: plan.step_seconds)
+    quick = min(plans, key=lambda plan: plan.step_seconds)
     return attempt(request.divided(quick.microbatches, Stages.of(quick, requested.within)))
 
 

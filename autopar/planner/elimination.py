@@ -211,9 +211,9 @@ def simulate_order(
         rated, variable = heapq.heappop(queue)
         if variable in eliminated:
             continue
-        rating = rate(variable, sizes, neighbours)
-        if rating != rated:
-            heapq.heappush(queue, (rating, variable))
+        current = rate(variable, sizes, neighbours)
+        if current != rated:
+            heapq.heappush(queue, (current, variable))
             continue
         size = table_size(variable, sizes, neighbours)[0]
         if size > largest:

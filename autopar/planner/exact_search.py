@@ -231,7 +231,7 @@ class Search:
 
     def _strategies(self, node: fx.Node) -> Options:
         """Return the strategies of one node, with their seconds."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         operands = operands_of(node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
@@ -241,7 +241,7 @@ class Search:
         shapes = operand_shapes, result_shapes
         key = (
             node.target if node.target in HAVE_INNER_COLLECTIVES else None,
-            rule_look(spec, factors),
+            rule_look(rule, factors),
             *shapes,
             results[0].dtype,
             gradient,
@@ -251,22 +251,22 @@ class Search:
         )
         options = self.known.find(key)
         if options is None:
-            legal = offered.legal(spec, factors, self.mesh, *shapes)
-            legal = self.constraint.joint(module_path(node), spec, legal)
+            legal = offered.legal(rule, factors, self.mesh, *shapes)
+            legal = self.constraint.joint(module_path(node), rule, legal)
             options = self.known.add(key, legal, [self._node_seconds(node, s) for s in legal])
         return options
 
     def _offered(self, node: fx.Node, gradient: bool) -> Offered:
         """Return what the layout and `among` leave a node."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         path = module_path(node)
         # An op that casts or transposes a weight follows the weight, whatever the module's rules.
         of_weight = goes_with_weight(self.notes, node)
         free = of_weight or self.constraint.roles(path) is None
         if self.among is not None:
             return Offered(free, joint=self.among[node.name])
-        every = axis_choices(spec, factors, self.mesh, gradient)
-        allowed = every if of_weight else self.constraint.narrow(path, spec, factors, every)
+        every = axis_choices(rule, factors, self.mesh, gradient)
+        allowed = every if of_weight else self.constraint.narrow(path, rule, factors, every)
         return Offered(free, every, allowed)
 
     def _node_seconds(self, node: fx.Node, strategy: Strategy) -> float:

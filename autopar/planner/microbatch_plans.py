@@ -63,8 +63,8 @@ def sums_once(program: Program, request: PlanRequest) -> Program:
         return program
     once = dataclasses.replace(program, plan=dataclasses.replace(plan, sums_once=True))
     assert once.plan is not None
-    held = unreduced_bytes(once)
-    memory = with_gradients(once, plan.memory, held - unreduced_bytes(program), held)
+    unreduced = unreduced_bytes(once)
+    memory = with_gradients(once, plan.memory, unreduced - unreduced_bytes(program), unreduced)
     if not request.budget.fits(memory):
         return program
     chosen = dataclasses.replace(once.plan, memory=memory, peak_bytes=memory.peak)
@@ -114,8 +114,8 @@ def interleave_microbatches(program: Program, world: World, request: PlanRequest
     """
     plan = program.plan
     assert plan is not None
-    asked = request.overlap and _is_open(plan, request) and plan.memory is not None
-    if plan.microbatches % 2 or not plan.mesh.axes or not asked:
+    is_allowed = request.overlap and _is_open(plan, request) and plan.memory is not None
+    if plan.microbatches % 2 or not plan.mesh.axes or not is_allowed:
         return program
     assert plan.memory is not None and request.budget is not None
     saved = plan.memory.activations - gathered_bytes(program)

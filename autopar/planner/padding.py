@@ -276,8 +276,8 @@ def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
     assert notes is not None
     weights, seen = weights_of(program), set[int]()
     for node in program.module.graph.nodes:
-        spec = notes.specs.get(node.name)
-        if spec is None or not (spec.product or node.target is torch.ops.aten.embedding.default):
+        rule = notes.specs.get(node.name)
+        if rule is None or not (rule.product or node.target is torch.ops.aten.embedding.default):
             continue
         for operand in operands_of(node):
             if operand is None or producer(operand) not in weights:

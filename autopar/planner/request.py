@@ -277,8 +277,8 @@ def _strided_from(layout: Layouts) -> int | None:
         case GridContext():
             return 2 if layout.attention == "strided" else None
         case Mapping():
-            found = [n for own in layout.values() if (n := _strided_from(own)) is not None]
-            return min(found, default=None)
+            numbers = [n for own in layout.values() if (n := _strided_from(own)) is not None]
+            return min(numbers, default=None)
     return None
 
 

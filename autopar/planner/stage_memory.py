@@ -110,15 +110,15 @@ def _memory_in_halves(
         own = waiting[action.stage]
         own["F"] -= action.kind in ("B", "I")
         own["I"] -= action.kind == "W"
-        kept = there + math.fsum(
+        activations = there + math.fsum(
             n["F"] * by_stage[stage].saved + n["I"] * halves[stage].carried
             for stage, n in waiting.items()
         )
         transient = halves[action.stage].most(action.kind)
-        total = math.fsum(always.values()) + kept + transient
+        total = math.fsum(always.values()) + activations + transient
         if most is None or total > most.peak:
             most = Memory(
-                **always, activations=kept, transient=transient, in_flight=0.0, peak=total
+                **always, activations=activations, transient=transient, in_flight=0.0, peak=total
             )
         for kind in ("F", "I"):
             own[kind] += action.kind == kind
@@ -156,8 +156,8 @@ class StageMemory:
             optimizer = self.budget.optimizer
             # the names of what this stage receives, in the graph of the first that looks like it
             received = self._firsts[look].receives if any(own) else stage.receives
-            found = peak_of_halves(program, received, optimizer, self.world)
-            self._halves[look, own] = found
+            peaks = peak_of_halves(program, received, optimizer, self.world)
+            self._halves[look, own] = peaks
         return self._halves[look, own]
 
     def of_rank(

@@ -153,7 +153,7 @@ def _read_by_number(full_batch: Program, rows: int) -> set[str]:
     """Return the inputs with a row for each of the batch's that are read by the numbers of rows:
     transformers reads masks of padding so, and no op ties their rows to those of tokens.
     """
-    found = set()
+    names = set()
     for node in full_batch.module.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         source, places = node.args[0], node.args[1]
         first = places[0] if isinstance(places, list | tuple) and places else None
@@ -162,8 +162,8 @@ def _read_by_number(full_batch: Program, rows: int) -> set[str]:
         source, first = _moved(source), _moved(first)
         counts = first.target in COUNTS and tuple(first.meta["val"].shape) == (rows,)
         if counts and source.op == "placeholder" and source.meta["val"].shape[0] == rows:
-            found.add(source.name)
-    return found
+            names.add(source.name)
+    return names
 
 
 def _moved(node: fx.Node) -> fx.Node:

@@ -141,8 +141,8 @@ class _Question:
         best = sorted(plans.items(), key=lambda pair: pair[1].seconds)[:5]
         peak_bytes = self.plan.peak_bytes
         runners = tuple(self._runner(text, plan) for text, plan in best)
-        asked = [name for names in self.groups for name in names]
-        notes = uneven_notes_at(self.program, self.plan, asked)
+        chain_names = [name for names in self.groups for name in names]
+        notes = uneven_notes_at(self.program, self.plan, chain_names)
         return Why(self.pattern, chosen, sum(self.spent.values()), peak_bytes, runners, notes)
 
     def _constraint(self, layout: Layouts) -> Constraint:

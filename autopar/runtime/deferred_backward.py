@@ -146,11 +146,11 @@ class DeferredBackward:
                 results[tail.place] = None
             return results
         device = next(x.device for x in values if isinstance(x, torch.Tensor))
-        kept = zip(self.ends, accumulator.take(self.ends), strict=True)
+        sums = zip(self.ends, accumulator.take(self.ends), strict=True)
         values.extend(
             torch.zeros(tail.layout.local_shape, dtype=tail.dtype, device=device)
             if own is None
             else own
-            for tail, own in kept
+            for tail, own in sums
         )
         return runs[form](values)

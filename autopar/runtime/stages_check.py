@@ -199,8 +199,8 @@ class _LockstepRun(StagesRun):
 
     def _gather(self, entry: Input, own: Tensor) -> Tensor:
         assert entry.position is not None
-        found: Tensor = self.leaves[entry.position]
-        return found
+        leaf: Tensor = self.leaves[entry.position]
+        return leaf
 
 
 def _on_rank(
@@ -294,7 +294,7 @@ def _errors(
     """Return the error of each tensor on the worst of the stages that hold it."""
     assert program.plan is not None
     size = max(1, program.plan.mesh.size)
-    found = {}
+    error_of = {}
     for name, value in expected.items():
         errors = []
         for first in range(0, len(ranks), size):
@@ -302,8 +302,8 @@ def _errors(
             if all(x is not None for x in own):
                 joined = join_unpadded(program.layouts[name], own, program.pads(name))
                 errors.append(_error(joined, value, least))
-        found[name] = max(errors, default=float("inf"))
-    return found
+        error_of[name] = max(errors, default=float("inf"))
+    return error_of
 
 
 def _error(actual: Tensor, expected: Tensor, least: float) -> float:

@@ -225,8 +225,8 @@ def _stored_differences(first: Plan, second: Plan) -> Iterable[StoredDifference]
         ]
         if texts[0] != texts[1]:
             pairs[_pattern(name), texts[0], texts[1]] += 1
-    for (name, one, other), count in pairs.items():
-        yield StoredDifference(name, count, one, other)
+    for (name, own, other), count in pairs.items():
+        yield StoredDifference(name, count, own, other)
 
 
 def amount_text(value: float, unit: str) -> str:

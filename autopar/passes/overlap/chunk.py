@@ -83,18 +83,18 @@ class _ChunkWriter:
 
     def cut(self) -> None:
         """Put the pieces before the unit's last node; the graph is to be ordered afterwards."""
-        cuts = self.unit.cut_of
-        with self.graph.inserting_before(max(cuts)):
+        cut_of = self.unit.cut_of
+        with self.graph.inserting_before(max(cut_of)):
             for stage in _stages(self.unit):
                 for number in range(self.unit.pieces):
                     for node in stage:
                         self.parts[node].append(self._piece(node, number))
-            for node, cut in cuts.items():
-                if not cuts.keys() >= node.users.keys():
+            for node, cut in cut_of.items():
+                if not cut_of.keys() >= node.users.keys():
                     uncut = self._joined(self.parts[node], cut, value_of(node))
                     uncut.meta["custom"] = node.meta.get("custom", {})
-                    node.replace_all_uses_with(uncut, lambda user: user not in cuts)
-        for node in sorted(cuts, reverse=True):
+                    node.replace_all_uses_with(uncut, lambda user: user not in cut_of)
+        for node in sorted(cut_of, reverse=True):
             self.graph.erase_node(node)
 
     def _piece(self, node: fx.Node, number: int) -> fx.Node:

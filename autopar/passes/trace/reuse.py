@@ -109,8 +109,8 @@ class Record(TorchFunctionMode):
 
     def _described(self, values: Any) -> Any:
         """Return what two calls' operands are compared by."""
-        leaves, spec = pytree.tree_flatten(values)
-        return spec, *(self._leaf(leaf) for leaf in leaves)
+        leaves, structure = pytree.tree_flatten(values)
+        return structure, *(self._leaf(leaf) for leaf in leaves)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

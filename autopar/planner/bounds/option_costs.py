@@ -256,18 +256,18 @@ class OptionCosts:
         marks = None if role is None else self._marks(name)
         key = (variable.look, position, size, role, marks, eased)
         if key not in self._axis_known:
-            spec, factors = self.notes.specs[name], self.notes.factors[name]
+            rule, factors = self.notes.specs[name], self.notes.factors[name]
             choices = [item[position].choice for item in variable.options]
-            fitting: list[AxisChoice] = [
+            possible: list[AxisChoice] = [
                 c
                 for c in dict.fromkeys(choices)
                 if not isinstance(c, Slot) or factors[c.factor][c.position].size % size == 0
             ]
-            narrowed: list[AxisChoice] = fitting
+            narrowed: list[AxisChoice] = possible
             if role is not None:
-                narrowed = constraint.narrow_axis(role, spec, factors, fitting) or fitting
+                narrowed = constraint.narrow_axis(role, rule, factors, possible) or possible
                 if eased:
-                    narrowed = [*narrowed, *(c for c in fitting if not isinstance(c, Slot))]
+                    narrowed = [*narrowed, *(c for c in possible if not isinstance(c, Slot))]
             self._axis_known[key] = np.array([c in narrowed for c in choices])
         return self._axis_known[key]
 
@@ -285,17 +285,17 @@ class OptionCosts:
         return legal
 
     def _legal_classes(self, node: fx.Node, unique: list[Slot | None]) -> Bools:
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         shape = (self.meshes.mesh_count,) + (len(unique),) * self.meshes.axis_count
         legal = np.ones(shape, dtype=bool)
         for slot in unique:
             if slot is not None:
                 atom = factors[slot.factor][slot.position]
                 legal &= atom.size % parts(self.meshes, [slot == other for other in unique]) == 0
-        if spec.product and None in unique:
-            legal &= ~(self._wasteful(spec, factors, unique) & self._free(node))
-        if has_weight(spec):
-            legal = self._only_apart(node, spec, unique, legal)
+        if rule.product and None in unique:
+            legal &= ~(self._wasteful(rule, factors, unique) & self._free(node))
+        if has_weight(rule):
+            legal = self._only_apart(node, rule, unique, legal)
         return legal
 
     def _free(self, node: fx.Node) -> Bools:
@@ -434,25 +434,25 @@ class NodeCosts:
         """Return the node's seconds by joint option, [mesh, option of axis 0, …], each axis having
         these options.
         """
-        spec = self.notes.specs[node.name]
+        rule = self.notes.specs[node.name]
         gradient = carries_gradient(self.notes, node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         dtype = results[0].dtype
         elements: Any = 0.0
         for index, operand in enumerate(operands_of(node)):
-            if operand is not None and spec.operands[index] is not None:
+            if operand is not None and rule.operands[index] is not None:
                 states = [f.operands[index] for f in options]
                 elements = elements + local(self.meshes, shape_of(value_of(operand)), states)
         for index, value in enumerate(results):
             states = [f.results[index] for f in options]
             elements = elements + local(self.meshes, shape_of(value), states)
-        flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in options])
+        flops = rule.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in options])
         inside: Any = 0.0
-        if spec.inside:
-            flops = flops * np.where(self._parts_of(spec.uneven, options) > 1, spec.skew, 1.0)
-            inside = sum(self._elements(dims, spec, options) for dims in spec.inside)
+        if rule.inside:
+            flops = flops * np.where(self._parts_of(rule.uneven, options) > 1, rule.skew, 1.0)
+            inside = sum(self._elements(dims, rule, options) for dims in rule.inside)
         total = rule_seconds(
-            spec,
+            rule,
             flops,
             elements * dtype.itemsize,
             dtype,
@@ -483,12 +483,12 @@ class NodeCosts:
     def _saved_bytes(self, node: fx.Node, options: list[AxisOption], price: Price) -> Any:
         """Return the bytes that a rank saves of the node for the backward."""
         share, operands = price.memory.of(node), operands_of(node)
-        spec = self.notes.specs[node.name]
+        rule = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        total: Any = share.inside / self._parts_of(spec.sizes.keys() - spec.uneven, options)
+        total: Any = share.inside / self._parts_of(rule.sizes.keys() - rule.uneven, options)
         for index, bytes_per_element in share.operands:
             operand = operands[index]
-            if operand is not None and spec.operands[index] is not None:
+            if operand is not None and rule.operands[index] is not None:
                 states = [f.operands[index] for f in options]
                 total = total + bytes_per_element * local(
                     self.meshes, shape_of(value_of(operand)), states
@@ -507,10 +507,10 @@ class NodeCosts:
         slots = self.notes.dims[producer(source)]
         numbers = [dim for dim, atoms in enumerate(slots) for a in atoms if not a.opaque]
         states = [f.operands[0] for f in options]
-        held = [
+        split_dims = [
             numbers[s - FIRST_SLOT] if s is not None and s >= FIRST_SLOT else -1 for s in states
         ]
-        dims, count = sorted(set(held)), self.meshes.axis_count
+        dims, count = sorted(set(split_dims)), self.meshes.axis_count
         table = np.zeros((self.meshes.mesh_count,) + (len(dims),) * count)
         for places in itertools.product(range(len(dims)), repeat=count):
             stub = _stub_layout(
@@ -529,7 +529,7 @@ class NodeCosts:
                         np.broadcast_to(sent_bytes, self.meshes.mesh_count),
                         True,
                     )
-        dim_index = np.array([dims.index(h) for h in held])
+        dim_index = np.array([dims.index(d) for d in split_dims])
         for a in range(count):
             table = np.take(table, dim_index, axis=1 + a)
         return table

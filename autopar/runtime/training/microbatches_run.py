@@ -103,9 +103,9 @@ class MicrobatchesRun:
         """
         names = [e.node for e in self._entries if e.position in self._microbatches.split]
         names += [o.node for o, s in self._results() if s == "rows" and o.node is not None]
-        found = [_row_axes(program.layouts[name]) for name in names]
-        longest = max(found, key=len, default=())
-        for axes in found:
+        axes_of_rows = [_row_axes(program.layouts[name]) for name in names]
+        longest = max(axes_of_rows, key=len, default=())
+        for axes in axes_of_rows:
             if axes != longest[: len(axes)]:
                 raise PlanError(
                     f"micro-batches: rows lie on the axes {_names(axes)} and on "
@@ -210,7 +210,7 @@ class MicrobatchesRun:
         """Return the results of the step, of those of each micro-batch."""
         results: list[Any] = []
         for place, (output, state) in enumerate(self._results()):
-            each = [results_of_one[place] for results_of_one in per_microbatch]
+            each = [own[place] for own in per_microbatch]
             if state == "rows":
                 results.append(self._joined(str(output.node), each))
             else:
@@ -320,14 +320,14 @@ class _Step(torch.autograd.Function):
                 "it returns; another of its results was differentiated: add it to the loss in the "
                 "model's forward, or detach it"
             )
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
+        computed, ctx.gradients = ctx.gradients, None
+        if computed is None:
             raise InputError(
                 "the backward of a step in micro-batches ran already: its gradients were handed "
                 "out, and nothing is kept to compute them again. Call the model once more"
             )
         outer = gradients[ctx.loss]
-        scaled = [None if x is None or outer is None else x.mul_(outer) for x in found]
+        scaled = [None if x is None or outer is None else x.mul_(outer) for x in computed]
         return None, None, None, None, *scaled
 
 

@@ -283,13 +283,13 @@ class StagesRun(MicrobatchesRun):
     def sends_between(self, source: int) -> list[_Key]:
         """Return what a rank sends to this one in a step, in its order."""
         stages = self.pipeline.stages
-        found = []
+        keys = []
         for key in self._order_of_sends[source]:
             after = key[0].after(stages)
             assert after is not None
             if self.pipeline.rank_of(after.stage) == self.links.copy:
-                found.append(key)
-        return found
+                keys.append(key)
+        return keys
 
 
 class _Later(NamedTuple):
@@ -388,23 +388,23 @@ class _Step:
         borders = {name: x for name, x in received.items() if x.requires_grad}
         leaves = {name: self._trained[name] for name in stage.parameters if name in self._trained}
         starts = [incoming[name] if name else None for name in rooted]
-        found = torch.autograd.grad(
+        new = torch.autograd.grad(
             list(rooted.values()), [*borders.values(), *leaves.values()], starts, allow_unused=True
         )
         back = {
             name: torch.zeros_like(x) if gradient is None else gradient
-            for (name, x), gradient in zip(borders.items(), found, strict=False)
+            for (name, x), gradient in zip(borders.items(), new, strict=False)
         }
         rest = run.take_rest() if isinstance(run, Scheduled) else None
         # what stays here is added to in place, while what is sent may not have left
-        kept = [*found[len(borders) :], *(rest.carried if rest is not None else ())]
-        own = {x.untyped_storage().data_ptr() for x in kept if x is not None} | sums.storages
+        staying = [*new[len(borders) :], *(rest.carried if rest is not None else ())]
+        own = {x.untyped_storage().data_ptr() for x in staying if x is not None} | sums.storages
         back = {
             name: x.clone() if x.untyped_storage().data_ptr() in own else x
             for name, x in back.items()
         }
         self._hand_over(action, back)
-        self._later[action.stage, action.microbatch] = _Later(leaves, found[len(borders) :], rest)
+        self._later[action.stage, action.microbatch] = _Later(leaves, new[len(borders) :], rest)
         if action.kind == "B":
             self._finish_backward(action)
 
@@ -474,8 +474,8 @@ class _Step:
             return {name: self._at.pop((before, name)) for name in names}
         outputs = owner.outputs_of(before)
         self._post(copy, [(before, name) for name in outputs])
-        found = {name: self._posted.pop((before, name)).wait() for name in outputs}
-        return {name: found[name] for name in names}
+        tensors = {name: self._posted.pop((before, name)).wait() for name in outputs}
+        return {name: tensors[name] for name in names}
 
     def _post(self, copy: int, keys: Sequence[_Key]) -> None:
         """Post receives up to these, in the sender's order."""
@@ -489,23 +489,23 @@ class _Step:
 
 def _holders(stages: Sequence[Stage]) -> dict[str, list[int]]:
     """Return the stages that read each parameter, of those that several read."""
-    found: dict[str, list[int]] = defaultdict(list)
+    holders: dict[str, list[int]] = defaultdict(list)
     for stage in stages:
         for name in stage.parameters:
-            found[name].append(stage.number)
-    return {name: numbers for name, numbers in found.items() if len(numbers) > 1}
+            holders[name].append(stage.number)
+    return {name: numbers for name, numbers in holders.items() if len(numbers) > 1}
 
 
 def _first_holders(stages: Sequence[Stage], pipeline: Pipeline) -> dict[str, int]:
     """Return by each name of a parameter the first rank of the pipeline that holds it."""
-    found: dict[str, int] = {}
+    first_holders: dict[str, int] = {}
     for stage in stages:
         for entry in stage.program.signature.inputs:
             if entry.kind == "parameter":
                 rank = pipeline.rank_of(stage.number)
                 for name in entry.names or (entry.target,):
-                    found[name] = min(rank, found.get(name, rank))
-    return found
+                    first_holders[name] = min(rank, first_holders.get(name, rank))
+    return first_holders
 
 
 def _example(stage: Stage, name: str, device: torch.device) -> Tensor:
@@ -518,7 +518,7 @@ def _example(stage: Stage, name: str, device: torch.device) -> Tensor:
 
 def _shapes_of_results(program: Program, device: torch.device) -> list[Tensor]:
     """Return examples of the graph's results, one element of each in memory."""
-    found = []
+    examples = []
     nodes = program.module.graph.output_node().all_input_nodes
     by_name = {node.name: node for node in nodes}
     for output in program.signature.outputs:
@@ -527,5 +527,5 @@ def _shapes_of_results(program: Program, device: torch.device) -> list[Tensor]:
         meta = by_name[output.node].meta
         dtype = meta["dtype"] if "dtype" in meta else meta["val"].dtype
         shape = program.layouts[output.node].local_shape
-        found.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
-    return found
+        examples.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+    return examples

@@ -198,7 +198,7 @@ def _candidates(tool: Tool, planning: _Planning) -> Iterator[Degrees | str]:
         if tool.context and long:
             sizes += contexts_of(plain)
         if tool.expert:
-            sizes += [found for each in sizes for found in experts_of(each, experts)]
+            sizes += [grouped for each in sizes for grouped in experts_of(each, experts)]
         for each in sizes:
             if not batch or batch % each.data:
                 yield f"a batch of {batch} rows is not divided by {each.data} data ranks"
