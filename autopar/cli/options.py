@@ -259,15 +259,17 @@ def read_layout(text: str) -> Layouts:
     ]
     names = [field.name for field in fields]
     values: dict[str, Any] = {} if inner is None else {"within": inner}
-    for position, part in enumerate(sizes.split(",")):
-        key, equals, value = (piece.strip() for piece in part.rpartition("="))
+    for position, entry in enumerate(sizes.split(",")):
+        key, equals, value = (piece.strip() for piece in entry.rpartition("="))
         if not equals:
             key = names[position] if position < len(names) else value
         if key not in names or key in values:
-            raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage_text(names)}")
+            raise LayoutError(
+                f"layout {text!r}: {entry!r} is no size of {name}{_usage_text(names)}"
+            )
         is_name = key in ("first", "within", "attention", "schedule")
         is_name |= (key, value) == ("count", "auto")
-        values[key] = value if is_name else _read_size(text, part, value)
+        values[key] = value if is_name else _read_size(text, entry, value)
     missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage_text(names)}")
@@ -284,9 +286,9 @@ def _usage_text(names: list[str]) -> str:
     return f"; it takes {', '.join(names)}, by position or as {names[0]}=2"
 
 
-def _read_size(text: str, part: str, value: str) -> int:
+def _read_size(text: str, entry: str, value: str) -> int:
     if not re.fullmatch("[0-9]+", value) or int(value) < 1:
-        raise LayoutError(f"layout {text!r}: {part!r} is no whole number of ranks from 1 on")
+        raise LayoutError(f"layout {text!r}: {entry!r} is no whole number of ranks from 1 on")
     return int(value)
 
 

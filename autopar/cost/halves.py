@@ -76,8 +76,8 @@ class Holder:
             for name, (shape, dtype, device) in shapes.items():
                 if name not in self._by_name:
                     self._by_name[name] = torch.empty(shape, dtype=dtype, device=device)
-            operands = (self._by_name[name] for name in shapes)
-            self.products.append(Product((*there, *operands, gradient), size))
+            later = (self._by_name[name] for name in shapes)
+            self.products.append(Product((*there, *later, gradient), size))
 
         result.register_hook(arrived)
 

@@ -109,7 +109,7 @@ class Figures:
     meshes: tuple[tuple[str, float], ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so
     overlapped: float | None = None
-    memory: Memory | None = None  # the parts of the peak, known after the rewrite
+    memory: Memory | None = None  # the terms of the peak, known after the rewrite
     rows: tuple[Row, ...] = ()
     collectives: tuple[Collective, ...] = ()
     # axes of the process groups in the graph, known after the rewrite: "x", "data.x"

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
-from autopar.cost.communication import parts_between, path_parts
+from autopar.cost.communication import path_terms, terms_between
 from autopar.cost.compute import optimizer_seconds
 from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
@@ -405,7 +405,7 @@ class ReshardCosts:
 
     def __init__(self, world: World, known: Known) -> None:
         self._known, self._world = known, world
-        self._parts = _pricer(world)
+        self._terms = _pricer(world)
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
         """Return the seconds from each layout of the maker to each of the user."""
@@ -443,12 +443,12 @@ class ReshardCosts:
     ) -> Array:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        whole = element._replace(share=1.0)  # searches at several shares ask for the same parts
+        whole = element._replace(share=1.0)  # searches at several shares ask for the same terms
         if len(rows) * len(columns) < _MANY:
-            parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
+            terms = np.array([[self._terms(a, b, whole) for b in columns] for a in rows])
         else:
-            parts = parts_between([*rows], [*columns], whole, self._world)
-        unique_pairs = parts[..., 0] + element.share * parts[..., 1]
+            terms = terms_between([*rows], [*columns], whole, self._world)
+        unique_pairs = terms[..., 0] + element.share * terms[..., 1]
         return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 
 
@@ -459,7 +459,7 @@ def _pricer(world: World) -> Callable[[Layout, Layout, Element], tuple[float, fl
     """
 
     @lru_cache(maxsize=1 << 20)
-    def parts(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
-        return path_parts(reshard_steps(source, target), element, world)
+    def terms(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
+        return path_terms(reshard_steps(source, target), element, world)
 
-    return parts
+    return terms

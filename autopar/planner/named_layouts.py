@@ -158,19 +158,19 @@ def _tesseracts(ranks: int) -> list[Grid25D]:
     ]
 
 
-def factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
+def factorings(ranks: int, count: int) -> list[tuple[int, ...]]:
     """Return every way to write a number of ranks as a product of so many sizes, in all orders.
 
     >>> factorings(4, 2)
     [(1, 4), (2, 2), (4, 1)]
     """
-    if parts == 1:
+    if count == 1:
         return [(ranks,)]
     return [
         (d, *tail)
         for d in range(1, ranks + 1)
         if ranks % d == 0
-        for tail in factorings(ranks // d, parts - 1)
+        for tail in factorings(ranks // d, count - 1)
     ]
 
 

@@ -248,8 +248,8 @@ def _padded(size: int, ranks: int, most: float) -> int:
     """Return the largest size that some axis of these ranks may ask for: a multiple of its own, up
     to `most` times the size.
     """
-    parts = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
-    padded = (_multiple(size, n) for n in parts)
+    divisors = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
+    padded = (_multiple(size, n) for n in divisors)
     return max((n for n in padded if n <= most * size), default=size)
 
 

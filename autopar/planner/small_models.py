@@ -208,13 +208,13 @@ def _estimated(
     place = {variable: len(order) - 1 - i for i, variable in enumerate(order)}
     least, steps = 0.0, []
     for variable in order:
-        parts = [table for table in remaining if variable in table.variables]
+        terms = [table for table in remaining if variable in table.variables]
         remaining = [table for table in remaining if variable not in table.variables]
-        neighbours = tuple(sorted({v for t in parts for v in t.variables} - {variable}))
+        neighbours = tuple(sorted({v for t in terms for v in t.variables} - {variable}))
         dims = (*neighbours, variable)
         where = {v: i for i, v in enumerate(dims)}
         total = np.zeros(tuple(sizes[v] for v in dims))
-        for table in parts:
+        for table in terms:
             total += spread(table, where, len(dims))
         lowest = total.min(-1)
         steps.append(_Step(tuple(place[v] for v in neighbours), total - lowest[..., None]))

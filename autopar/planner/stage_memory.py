@@ -48,7 +48,7 @@ def memory_of_rank(
 ) -> Memory:
     """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
     in flight keep for their backward, and what the one that computes needs besides. `actions`: of
-    this rank; `by_stage`: of its stages; `halves`: of these, where backwards run in two parts.
+    this rank; `by_stage`: of its stages; `halves`: of these, where backwards run in halves.
     """
     if halves is not None:
         return _memory_in_halves(by_stage, halves, actions)

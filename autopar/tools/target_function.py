@@ -30,8 +30,8 @@ def import_function(text: str) -> Callable[..., Any]:
     path, _, name = text.rpartition(":")
     module = _load_file(text, Path(path)) if path.endswith(".py") else _load_module(text, path)
     function: Any = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
+    for attribute in name.split("."):
+        function = getattr(function, attribute, None)
     if not callable(function):
         names = ", ".join(_names_in(module)) or "none"
         file = getattr(module, "__file__", None)

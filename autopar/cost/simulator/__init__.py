@@ -161,11 +161,13 @@ class Seen(ABC):
             table.add_row(
                 total.kind, str(total.number), size, *(f"{time * 1e3:,.2f}" for time in times)
             )
-        parts = {"computation": self.computing, "exposed": self.exposed_seconds}
+        terms = {"computation": self.computing, "exposed": self.exposed_seconds}
         if self.issuing:
-            parts |= {"late ranks": self.skew_seconds, "issuing": self.issuing}
-            parts["neither"] = self.other_seconds
-        table.caption = " + ".join(f"{name} {part * 1e3:,.2f}" for name, part in parts.items())
+            terms |= {"late ranks": self.skew_seconds, "issuing": self.issuing}
+            terms["neither"] = self.other_seconds
+        table.caption = " + ".join(
+            f"{name} {seconds * 1e3:,.2f}" for name, seconds in terms.items()
+        )
         return table
 
     def trace(self) -> dict[str, Any]:
@@ -253,10 +255,10 @@ class Timeline(Seen):
         for event, span in zip(self.events, self._ran, strict=True):
             if not event.lane and span.seconds:
                 by_chain[event.chain][0] += span.seconds
-            for part in (event.parts or (event,)) if event.lane else ():
-                share = part.bytes / event.bytes if event.parts else 1.0
-                by_chain[part.chain][1] += share * span.seconds
-                by_chain[part.chain][2] += share * span.exposed
+            for member in (event.members or (event,)) if event.lane else ():
+                share = member.bytes / event.bytes if event.members else 1.0
+                by_chain[member.chain][1] += share * span.seconds
+                by_chain[member.chain][2] += share * span.exposed
         for chain, seconds in ({} if self.before is None else self.before.by_chain).items():
             by_chain[chain] = [
                 a + self.times * b for a, b in zip(by_chain[chain], seconds, strict=True)

@@ -32,7 +32,7 @@ class Event(NamedTuple):
     other. `link`: the links it runs over; collectives of several lanes share them. `bytes`: what a
     rank sends. `ahead`: it depends on stored tensors only, so it can be issued long before its use;
     `in_flight_bytes` are then alive. `takes_s`: seconds of computing that are lost to it where ops
-    run at the same time. `parts`: the events that are fused in a bucket.
+    run at the same time. `members`: the events that are fused in a bucket.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Event(NamedTuple):
     ahead: bool = False
     in_flight_bytes: float = 0.0
     takes_s: float = 0.0
-    parts: tuple[Event, ...] = ()
+    members: tuple[Event, ...] = ()
 
 
 class Action(NamedTuple):

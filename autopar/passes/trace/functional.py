@@ -202,8 +202,8 @@ class _Writer:
         """Write what a call becomes; return its results."""
         operands = zip(known.operands, node.all_input_nodes, strict=True)
         own = {placeholder: values[source] for placeholder, source in operands}
-        for part in known.nodes:
-            own[part] = self._copy(part, own, {**node.meta, "val": part.meta["val"]})
+        for inner in known.nodes:
+            own[inner] = self._copy(inner, own, {**node.meta, "val": inner.meta["val"]})
         return fx.map_arg(known.results, own.__getitem__)
 
     def _copy(self, node: fx.Node, values: dict[fx.Node, Any], meta: dict[str, Any]) -> Any:

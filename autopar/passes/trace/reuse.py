@@ -118,7 +118,7 @@ class Record(TorchFunctionMode):
                 self.doubtful = True
             return "tensor", self._numbers.get(id(leaf))
         if isinstance(leaf, slice):
-            return "slice", *(self._leaf(part) for part in (leaf.start, leaf.stop, leaf.step))
+            return "slice", *(self._leaf(x) for x in (leaf.start, leaf.stop, leaf.step))
         if not isinstance(leaf, _PLAIN):
             self.doubtful = True
         return type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else None

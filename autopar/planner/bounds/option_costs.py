@@ -68,8 +68,8 @@ def over_axes(per_axis: NDArray[Any]) -> Any:
     return sum(along(per_axis[:, a], a, count) for a in range(count))
 
 
-def parts(meshes: Meshes, split: Sequence[bool]) -> NDArray[np.int64]:
-    """Return the number of parts into which the axes cut what these options split: [mesh, option,
+def shard_counts(meshes: Meshes, split: Sequence[bool]) -> NDArray[np.int64]:
+    """Return the number of shards into which the axes cut what these options split: [mesh, option,
     …].
     """
     counts: Any = np.ones((meshes.mesh_count,) + (1,) * meshes.axis_count, dtype=np.int64)
@@ -85,7 +85,9 @@ def local(
     """Return the number of elements that a rank holds of a tensor of this shape: [mesh,
     option, …].
     """
-    return math.prod(shape) / parts(meshes, [s is not None and s >= FIRST_SLOT for s in states])
+    return math.prod(shape) / shard_counts(
+        meshes, [s is not None and s >= FIRST_SLOT for s in states]
+    )
 
 
 class OptionCosts:
@@ -291,7 +293,9 @@ class OptionCosts:
         for slot in unique:
             if slot is not None:
                 atom = factors[slot.factor][slot.position]
-                legal &= atom.size % parts(self.meshes, [slot == other for other in unique]) == 0
+                legal &= (
+                    atom.size % shard_counts(self.meshes, [slot == other for other in unique]) == 0
+                )
         if rule.product and None in unique:
             legal &= ~(self._wasteful(rule, factors, unique) & self._free(node))
         if has_weight(rule):
@@ -310,7 +314,7 @@ class OptionCosts:
             for position, atom in enumerate(factors[factor]):
                 if atom.opaque:
                     continue
-                taken = parts(self.meshes, [slot == (factor, position) for slot in unique])
+                taken = shard_counts(self.meshes, [slot == (factor, position) for slot in unique])
                 for a in range(self.meshes.axis_count):
                     size = along(self.meshes.sizes[:, a, None], a, self.meshes.axis_count)
                     fits = atom.size % (taken * size) == 0
@@ -357,7 +361,9 @@ class OptionCosts:
         count, meshes = self.meshes.axis_count, self.meshes.mesh_count
         legal = np.ones((meshes,) + (len(states),) * count, dtype=bool)
         for number, (_, _, size) in enumerate(kind.slots):
-            legal &= size % parts(self.meshes, [s == number + FIRST_SLOT for s in states]) == 0
+            legal &= (
+                size % shard_counts(self.meshes, [s == number + FIRST_SLOT for s in states]) == 0
+            )
         total: Any = 0.0
         numbers = local(self.meshes, kind.shape, states)
         if variable.trained:
@@ -446,10 +452,12 @@ class NodeCosts:
         for index, value in enumerate(results):
             states = [f.results[index] for f in options]
             elements = elements + local(self.meshes, shape_of(value), states)
-        flops = rule.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in options])
+        flops = rule.flops / shard_counts(
+            self.meshes, [isinstance(f.choice, Slot) for f in options]
+        )
         inside: Any = 0.0
         if rule.inside:
-            flops = flops * np.where(self._parts_of(rule.uneven, options) > 1, rule.skew, 1.0)
+            flops = flops * np.where(self._rank_counts(rule.uneven, options) > 1, rule.skew, 1.0)
             inside = sum(self._elements(dims, rule, options) for dims in rule.inside)
         total = rule_seconds(
             rule,
@@ -468,9 +476,9 @@ class NodeCosts:
             )
         return total
 
-    def _parts_of(self, factors: Collection[str], options: list[AxisOption]) -> Any:
+    def _rank_counts(self, factors: Collection[str], options: list[AxisOption]) -> Any:
         """Return among how many ranks the axes split these factors, by joint option."""
-        return parts(
+        return shard_counts(
             self.meshes,
             [isinstance(f.choice, Slot) and f.choice.factor in factors for f in options],
         )
@@ -478,14 +486,14 @@ class NodeCosts:
     def _elements(self, dims: Dims, rule: OpShardingRule, options: list[AxisOption]) -> Any:
         """Return the elements on one rank of a tensor that a node makes on the way."""
         names = {name for dim in dims for name in dim}
-        return math.prod(rule.sizes[name] for name in names) / self._parts_of(names, options)
+        return math.prod(rule.sizes[name] for name in names) / self._rank_counts(names, options)
 
     def _saved_bytes(self, node: fx.Node, options: list[AxisOption], price: Price) -> Any:
         """Return the bytes that a rank saves of the node for the backward."""
         share, operands = price.memory.of(node), operands_of(node)
         rule = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        total: Any = share.inside / self._parts_of(rule.sizes.keys() - rule.uneven, options)
+        total: Any = share.inside / self._rank_counts(rule.sizes.keys() - rule.uneven, options)
         for index, bytes_per_element in share.operands:
             operand = operands[index]
             if operand is not None and rule.operands[index] is not None:

@@ -548,10 +548,10 @@ class ReshardBounds:
             (self.meshes.mesh_count,) + (1,) * len(others), float(math.prod(self.kind.shape))
         )
         for place, axis in enumerate(others):
-            parts = np.stack([np.ones(self.meshes.mesh_count), self.meshes.sizes[:, axis]], axis=1)
+            shards = np.stack([np.ones(self.meshes.mesh_count), self.meshes.sizes[:, axis]], axis=1)
             shape = [self.meshes.mesh_count] + [1] * len(others)
             shape[1 + place] = 2
-            elements = elements / parts.reshape(shape)
+            elements = elements / shards.reshape(shape)
         return elements
 
 

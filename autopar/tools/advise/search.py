@@ -90,14 +90,14 @@ class Advice:
 
 def _is_matmul(layout: str) -> bool:
     """Whether a layout of the table is that of a product: its axes split loop dims."""
-    return bool(layout) and all(part.strip()[-1] in "mnk" for part in layout.split(","))
+    return bool(layout) and all(text.strip()[-1] in "mnk" for text in layout.split(","))
 
 
 def _sizes(layout: str, plan: Plan) -> dict[str, int]:
     """Return over how many ranks a layout of the table splits each loop dim: {"m": 8, "n": 2}."""
     sizes: dict[str, int] = {}
-    for part in layout.split(","):
-        axis, _, letter = part.strip().partition("→")
+    for text in layout.split(","):
+        axis, _, letter = text.strip().partition("→")
         sizes[letter] = sizes.get(letter, 1) * plan.mesh.sizes.get(axis, 1)
     return sizes
 
