@@ -34,8 +34,8 @@ def ratio(layout: str, world: autopar.World, width: int) -> float:
         model, world, (ids, ids), layout, memory=1e15, smaller=False, microbatches=2,
         outputs="sharded",
     )  # fmt: skip
-    program = plan.context.program
-    events = Events(program, world, between=True).run()
+    assert plan.context is not None
+    events = Events(plan.context.program, world, between=True).run()
     return interleave(events).seconds / (2 * simulate(events).seconds)
 
 

@@ -101,7 +101,7 @@ def noted_after_tracing(calls: Calls) -> Iterator[None]:
         sys.settrace(calls)
         return traced
 
-    division.trace_step = trace
+    division.trace_step = trace  # type: ignore[assignment]
     try:
         yield
     finally:
