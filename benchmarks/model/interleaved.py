@@ -2,10 +2,10 @@
 
     python -m benchmarks.model.interleaved
 
-Two parts of a step are independent but for gradients, so one may compute while the other waits for
-its collectives. The events of two parts, gradients deferred, are simulated once one after the other
-and once alternating, by the scheduler that orders real steps. Printed is the time of the second
-over the first, for a block-wise GPT of this width under several layouts.
+Two micro-batches of a step are independent but for gradients, so one may compute while the other
+waits for its collectives. The events of two micro-batches, gradients deferred, are simulated once
+one after the other and once alternating, by the scheduler that orders real steps. Printed is the
+time of the second over the first, for a block-wise GPT of this width under several layouts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp", "atp")
 
 
 def ratio(layout: str, world: autopar.World, width: int) -> float:
-    """Seconds of two interleaved parts over those of two parts in turn."""
+    """Seconds of two interleaved micro-batches over those of two one after the other."""
     gpt = NAMED["gpt2"]
     sizes = dataclasses.replace(gpt, width=width, heads=width // 128, layers=4, context=2048)
     with torch.device("meta"):
