@@ -127,10 +127,12 @@ def drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
     return reduced
 
 
-def order_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]:
+def order_of(
+    sizes: Sequence[int], scopes: Sequence[Sequence[int]], most: int = LARGEST
+) -> list[int]:
     """Return an order in which to eliminate: that of the first heuristic whose tables are all
     small, else of the one whose largest table is smallest. `scopes`: the variables of each table.
-    Raises PlanError where that table is too large.
+    Raises PlanError where that table has more than `most` entries.
     """
     neighbours = neighbours_of(sizes, [[v for v in scope if sizes[v] > 1] for scope in scopes])
     orders: list[tuple[float, list[int], list[int]]] = []
@@ -139,7 +141,7 @@ def order_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]
         if orders[-1][0] <= _SMALL:
             break
     largest, order, entangled = min(orders, key=lambda attempt: attempt[0])
-    if largest > LARGEST:
+    if largest > most:
         raise too_large([sizes[v] for v in entangled])
     return order
 

@@ -37,6 +37,7 @@ from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import (
     AxisChoice,
+    AxisOrders,
     Strategy,
     axis_choices,
     placements,
@@ -44,6 +45,7 @@ from autopar.ir.strategy import (
     split_of,
 )
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
+from autopar.planner.axis_orders import NestingOrders
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import LARGEST, Table, minimise, order_of, too_large
 from autopar.planner.entangled import minimise_nearly
@@ -60,12 +62,18 @@ def search(
     constraint: Constraint,
     among: Near | None = None,
     price: Price | None = None,
+    largest: int = LARGEST,
+    nesting_orders: bool = False,
 ) -> Plan:
     """Return the plan of least modelled time on this mesh under this constraint. `among`: the joint
     choices to search, by node and stored tensor; None for all. With a `price`, the bytes that a
-    plan holds count as time too. Raises PlanError where tables outgrow memory.
+    plan holds count as time too. `nesting_orders`: with fewer orders of axes that share an atom,
+    see axis_orders.py. Raises PlanError where a table has more than `largest` entries.
     """
-    return Search(program, mesh, world, constraint, among, price).solve()
+    of_search = Search(program, mesh, world, constraint, among, price)
+    if nesting_orders and among is not None:
+        of_search.orders = NestingOrders(of_search.notes, mesh, among)
+    return of_search.solve(largest)
 
 
 def search_nearly(
@@ -101,6 +109,7 @@ class Search:
         self.program, self.mesh, self.world = program, mesh, world
         self.constraint, self.among = constraint, among
         self.price = price
+        self.orders: NestingOrders | None = None
         self.notes: Annotations = program.annotations
         self.known = Known()
         self.regions = Regions(self.notes, self.known)
@@ -114,10 +123,12 @@ class Search:
         self.wants: dict[Value, list[Want]] = defaultdict(list)
         self.members: dict[int, Region] = {}
 
-    def solve(self) -> Plan:
-        """Build the tables, minimise their sum, and return the plan."""
+    def solve(self, largest: int = LARGEST) -> Plan:
+        """Build the tables, minimise their sum, and return the plan. Raises PlanError where a table
+        would have more than `largest` entries.
+        """
         self.enter()
-        order = order_of(self.sizes, self.scopes)
+        order = order_of(self.sizes, self.scopes, largest)
         return self.plan(*minimise(self.sizes, self.tables, order=order))
 
     def solve_nearly(self) -> Plan:
@@ -202,12 +213,16 @@ class Search:
 
         pads = self.program.pads(node.name) if parameter else ()
         joint = None if self.among is None or pads else self.among[node.name]
+        orders, look = self._axis_orders(node.name, joint)
         already = self.constraint.stored_already(node.name, gradient) if parameter else None
 
-        key = ("stored", shape, signature, size, gradient, parameter, rules, joint, already, pads)
+        key = (
+            *("stored", shape, signature, size, gradient, parameter),
+            *(rules, joint, look, already, pads),
+        )
         options = self.known.find(key)
         if options is None:
-            layouts = placements(dims, shape, self.mesh, I if gradient else R, joint)
+            layouts = placements(dims, shape, self.mesh, I if gradient else R, joint, orders)
             # the user passes an input, and wants its gradient, unsharded
             if already is not None:
                 layouts = [already]
@@ -247,6 +262,7 @@ class Search:
             gradient,
             None if self.price is None else self.price.memory.of(node),
             str(offered.allowed) if offered.joint is None else offered.joint,
+            self._axis_orders(node.name, offered.joint)[1],
             offered.free,
         )
         options = self.known.find(key)
@@ -264,10 +280,19 @@ class Search:
         of_weight = goes_with_weight(self.notes, node)
         free = of_weight or self.constraint.roles(path) is None
         if self.among is not None:
-            return Offered(free, joint=self.among[node.name])
+            joint = self.among[node.name]
+            return Offered(free, joint=joint, orders=self._axis_orders(node.name, joint)[0])
         every = axis_choices(rule, factors, self.mesh, gradient)
         allowed = every if of_weight else self.constraint.narrow(path, rule, factors, every)
         return Offered(free, every, allowed)
+
+    def _axis_orders(
+        self, name: str, joint: tuple[tuple[AxisChoice, ...], ...] | None
+    ) -> tuple[AxisOrders, Hashable]:
+        """Return the orders of axes at a node or stored tensor, None for all, and a key of them."""
+        if self.orders is None or joint is None:
+            return None, None
+        return self.orders.of_node(name), self.orders.look(name, joint)
 
     def _node_seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """Return the seconds of a node under a strategy, with the price of what it saves."""

@@ -4,9 +4,9 @@ Every model runs in a process of its own, so one that crashes costs only its row
 soon as it is there. Without names, the models that have no row yet are run; `--again` runs all.
 
 `python -m benchmarks.zoo --real` plans models at the sizes of their papers on the meta device, and
-needs torchvision and timm: `pip install -e '.[zoo]'`; with `--ranks 64`, the same batch for 64
-GPUs. `python -m benchmarks.zoo --experts` plans mixtures of experts at theirs, on 64 ranks and
-more; with `--layers 8` the first layers alone.
+needs torchvision and timm: `pip install -e '.[zoo]'`; with `--ranks 64`, for 64 GPUs.
+`python -m benchmarks.zoo --experts` plans mixtures of experts at theirs, on 64 ranks and more; with
+`--layers 8` the first layers alone.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) f
 `real_models_64.json`.
 
 Models of papers on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and Gemma-2 in
-bfloat16): 32 samples on H100 (`dgx-h100`), AdamW. `step` and `peak` are the modelled
+bfloat16): four samples on each H100 (`dgx-h100`), AdamW. `step` and `peak` are the modelled
 step and a rank's memory beside those of one rank that holds all; `CPU` are seconds of planning
 `auto`. In brackets: the share of the FLOPs in products, convolutions and attention that several
 ranks run whole, from 0.1 % on; with a `*` splitting them would take longer; ops without a rule

@@ -22,6 +22,7 @@ import torch
 import autopar
 from autopar.ir.strategy import IDLE
 from autopar.planner.tracing import trace_model
+from benchmarks.zoo import real_models
 from benchmarks.zoo.rows import Row, reason
 from benchmarks.zoo.sizes import Example, Factory
 
@@ -80,6 +81,7 @@ def measure(
     """Return the row of a model: its trace, and its plan on one rank and for `ranks` under each of
     these layouts, as far as the row does not have them yet.
     """
+    real_models.for_ranks(ranks)
     row: Row = dict(known)
     if "trace_s" not in known:
         started = time.process_time()
@@ -102,6 +104,7 @@ def on_meta(factory: Factory) -> Example:
 
 def planned(factory: Factory, layout: str, ranks: int) -> Row:
     """Return the figures of a plan for so many ranks in this layout, or for one rank."""
+    real_models.for_ranks(ranks)
     model, inputs = on_meta(factory)
     started = time.process_time()
     if layout == ALONE:
