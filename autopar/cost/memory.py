@@ -144,7 +144,7 @@ def refusal(
         "a smaller batch",
     ]
     remedies += ["another layout"] if layout != "auto" else []
-    *first, last = [part for part in remedies if part]
+    *first, last = [remedy for remedy in remedies if remedy]
     advice = f"{', '.join(first)} or {last}"
     return PlanError(
         f"no plan fits {limit_text(limit, world)} on each of {world.ranks} devices: "

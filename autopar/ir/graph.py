@@ -99,9 +99,9 @@ def chain_name(node: fx.Node) -> str:
     """Return the name of a node's subgraph: its module's path up to one step past the last layer
     number, or its first two steps; "(model)" for the model's own code.
     """
-    parts = [part for part in module_path(node).split(".") if part]
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[-1] + 2] if numbers else parts[:2]) or "(model)"
+    names = [name for name in module_path(node).split(".") if name]
+    numbers = [i for i, name in enumerate(names) if name.isdigit()]
+    return ".".join(names[: numbers[-1] + 2] if numbers else names[:2]) or "(model)"
 
 
 def numbered_block(path: str) -> Block | None:
@@ -110,10 +110,10 @@ def numbered_block(path: str) -> Block | None:
     >>> numbered_block("model.layers.3.mlp")
     ('model.layers', 3)
     """
-    parts = path.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[:index]), int(part)
+    names = path.split(".")
+    for index, name in enumerate(names):
+        if name.isdigit():
+            return ".".join(names[:index]), int(name)
     return None
 
 
@@ -277,9 +277,9 @@ def where(node: fx.Node) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File")]
     line = lines[-1].split(", in ")[0] if lines else ""
     return " ".join(
-        part
-        for part in (node.name, f"in {path}" if path else "", f"({line})" if line else "")
-        if part
+        text
+        for text in (node.name, f"in {path}" if path else "", f"({line})" if line else "")
+        if text
     )
 
 

@@ -56,7 +56,7 @@ class Strategy:
     choices: tuple[AxisChoice, ...]
     operands: tuple[Layout | None, ...]
     results: tuple[Layout, ...]
-    parts: int  # ranks among which the work is divided
+    ranks: int  # ranks among which the work is divided
 
     @property
     def slots(self) -> tuple[Slot | None, ...]:
@@ -99,7 +99,7 @@ def strategies(
             continue
         if rule.product and not may_idle and _is_wasteful(rule, choices, taken, factors, mesh):
             continue
-        parts = math.prod(
+        ranks = math.prod(
             a.size for a, c in zip(mesh.axes, choices, strict=True) if isinstance(c, Slot)
         )
         every_order = all_orders or few_axes
@@ -114,7 +114,7 @@ def strategies(
                 _result_layout(rule, dims, shape, choices, order, factors, mesh)
                 for dims, shape in zip(rule.results, result_shapes, strict=True)
             )
-            legal.append(Strategy(choices, operands, results, parts))
+            legal.append(Strategy(choices, operands, results, ranks))
     return legal
 
 

@@ -159,12 +159,12 @@ class Constraint:
         """Whether an operand holds something of each expert and nothing of a sample, as a weight
         of theirs.
         """
-        held = [
+        weights = [
             {a.number for dim in dims for name in dim for a in factors[name]}
             for dims in rule.operands
             if dims is not None
         ]
-        return any(x & self.kinds.experts and not x & self.kinds.batch for x in held) and (
+        return any(x & self.kinds.experts and not x & self.kinds.batch for x in weights) and (
             bool(rule.uneven) or not has_weight(rule)
         )
 

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
-from autopar.cost.communication import parts_between, path_parts
+from autopar.cost.communication import path_terms, terms_between
 from autopar.cost.compute import optimizer_seconds
 from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
@@ -246,7 +246,7 @@ class Search:
 
     def _strategies(self, node: fx.Node) -> Options:
         """Return the strategies of one node, with their seconds."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         operands = operands_of(node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
@@ -256,7 +256,7 @@ class Search:
         shapes = operand_shapes, result_shapes
         key = (
             node.target if node.target in HAVE_INNER_COLLECTIVES else None,
-            rule_look(spec, factors),
+            rule_look(rule, factors),
             *shapes,
             results[0].dtype,
             gradient,
@@ -267,14 +267,14 @@ class Search:
         )
         options = self.known.find(key)
         if options is None:
-            legal = offered.legal(spec, factors, self.mesh, *shapes)
-            legal = self.constraint.joint(module_path(node), spec, legal)
+            legal = offered.legal(rule, factors, self.mesh, *shapes)
+            legal = self.constraint.joint(module_path(node), rule, legal)
             options = self.known.add(key, legal, [self._node_seconds(node, s) for s in legal])
         return options
 
     def _offered(self, node: fx.Node, gradient: bool) -> Offered:
         """Return what the layout and `among` leave a node."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         path = module_path(node)
         # An op that casts or transposes a weight follows the weight, whatever the module's rules.
         of_weight = goes_with_weight(self.notes, node)
@@ -282,8 +282,8 @@ class Search:
         if self.among is not None:
             joint = self.among[node.name]
             return Offered(free, joint=joint, orders=self._axis_orders(node.name, joint)[0])
-        every = axis_choices(spec, factors, self.mesh, gradient)
-        allowed = every if of_weight else self.constraint.narrow(path, spec, factors, every)
+        every = axis_choices(rule, factors, self.mesh, gradient)
+        allowed = every if of_weight else self.constraint.narrow(path, rule, factors, every)
         return Offered(free, every, allowed)
 
     def _axis_orders(
@@ -430,7 +430,7 @@ class ReshardCosts:
 
     def __init__(self, world: World, known: Known) -> None:
         self._known, self._world = known, world
-        self._parts = _pricer(world)
+        self._terms = _pricer(world)
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
         """Return the seconds from each layout of the maker to each of the user."""
@@ -468,12 +468,12 @@ class ReshardCosts:
     ) -> Array:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        whole = element._replace(share=1.0)  # searches at several shares ask for the same parts
+        whole = element._replace(share=1.0)  # searches at several shares ask for the same terms
         if len(rows) * len(columns) < _MANY:
-            parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
+            terms = np.array([[self._terms(a, b, whole) for b in columns] for a in rows])
         else:
-            parts = parts_between([*rows], [*columns], whole, self._world)
-        unique_pairs = parts[..., 0] + element.share * parts[..., 1]
+            terms = terms_between([*rows], [*columns], whole, self._world)
+        unique_pairs = terms[..., 0] + element.share * terms[..., 1]
         return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 
 
@@ -484,7 +484,7 @@ def _pricer(world: World) -> Callable[[Layout, Layout, Element], tuple[float, fl
     """
 
     @lru_cache(maxsize=1 << 20)
-    def parts(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
-        return path_parts(reshard_steps(source, target), element, world)
+    def terms(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
+        return path_terms(reshard_steps(source, target), element, world)
 
-    return parts
+    return terms

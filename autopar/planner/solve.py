@@ -478,10 +478,10 @@ class ShortenedModel:
         """Return the seconds of the full program under a plan, plus the price of the bytes that it
         holds.
         """
-        held_seconds = (
+        memory_seconds = (
             price.seconds_per_byte * activation_bytes(price.memory, plan) if price else 0.0
         )
-        return sum_of_blocks(self.deep.under(plan), self.world) + held_seconds
+        return sum_of_blocks(self.deep.under(plan), self.world) + memory_seconds
 
     def chosen(self, plan: Plan, request: PlanRequest) -> DeepModel:
         """Return the program with this plan, the sum of its seconds, and its recomputation."""

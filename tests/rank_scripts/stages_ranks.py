@@ -75,10 +75,10 @@ def results(output: Any) -> tuple[Tensor, ...]:
 
 def parity(task: str) -> Facts:
     """Three steps of AdamW with clipping; then an evaluation, and one of fewer rows."""
-    layout, parts = TASKS[task]
+    layout, microbatches = TASKS[task]
     model, inputs = example(task)
     one = copy.deepcopy(model)
-    par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=parts)
+    par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=microbatches)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, one))
     expected = dict(one.named_parameters(remove_duplicate=False))
     errors: dict[str, float] = {}
@@ -197,7 +197,7 @@ def refusals() -> Facts:
         return caught(lambda: autopar.parallelize(model, None, inputs, layout=layout, **options))
 
     return {
-        "no parts": planned(Stages(2, "fsdp")),
+        "no micro-batches": planned(Stages(2, "fsdp")),
         "stages of 3": planned(Stages(3, "fsdp"), microbatches=4),
         "memory": planned(Stages(2, "fsdp"), microbatches=4, memory=50_000),
     }

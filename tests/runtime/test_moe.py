@@ -86,7 +86,7 @@ def test_a_plan_says_what_it_takes_of_the_router(planned: autopar.Plan) -> None:
 
 
 @pytest.mark.slow
-def test_two_parts_of_a_step_give_the_same() -> None:
+def test_two_microbatches_give_the_same() -> None:
     model, _, inputs = mixtral()
     autopar.verify(model, 2, inputs, layout="fsdp", microbatches=2)
 
@@ -159,7 +159,7 @@ def test_a_loop_over_experts_is_refused_with_the_remedy() -> None:
     refused(autopar.TraceError, *words, model=looped)
 
 
-def test_an_auxiliary_loss_in_parts_is_refused_with_the_reason() -> None:
+def test_an_auxiliary_loss_in_microbatches_is_refused_with_the_reason() -> None:
     words = ("product of two sums over the batch", "auxiliary loss")
     refused(autopar.PlanError, *words, model=with_auxiliary_loss, layout="fsdp", microbatches=2)
 

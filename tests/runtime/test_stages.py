@@ -45,7 +45,7 @@ TOLERANCE = 1e-9
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "parts"),
+    ("layout", "ranks", "microbatches"),
     [
         pytest.param(
             *case, marks=() if str(case[0]) in QUICK else pytest.mark.slow, id=str(case[0])
@@ -53,9 +53,11 @@ TOLERANCE = 1e-9
         for case in (*VERIFIED, *IN_HALVES)
     ],
 )
-def test_a_step_in_stages_is_that_of_one_device(layout: Stages, ranks: int, parts: int) -> None:
+def test_a_step_in_stages_is_that_of_one_device(
+    layout: Stages, ranks: int, microbatches: int
+) -> None:
     model, inputs = gpt()
-    check = autopar.verify(model, ranks, inputs, layout, microbatches=parts)
+    check = autopar.verify(model, ranks, inputs, layout, microbatches=microbatches)
     assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
     assert check.ranks == ranks
 
@@ -148,7 +150,7 @@ def test_gradients_of_weights_that_are_left_out_are_seen(monkeypatch: pytest.Mon
     before = stages_run._Step.weights
 
     def skipped(self: Any, action: Any) -> None:
-        if action.part == 2:
+        if action.microbatch == 2:
             self._owner.backwards[action] += 1
             return
         before(self, action)
@@ -197,10 +199,10 @@ def test_the_number_of_stages_is_found() -> None:
     best = autopar.plan(model, 4, inputs, Stages(within="ddp"), microbatches="auto")
     seconds = []
     for count in (2, 4):
-        for parts in (2, 4, 8):
-            with contextlib.suppress(autopar.LayoutError):  # 8 parts have a row, not one a rank
+        for microbatches in (2, 4, 8):
+            with contextlib.suppress(autopar.LayoutError):  # 8 have a row each, not one a rank
                 layout = Stages(count, "ddp")
-                plan = autopar.plan(model, 4, inputs, layout, microbatches=parts)
+                plan = autopar.plan(model, 4, inputs, layout, microbatches=microbatches)
                 seconds.append(plan.step_seconds)
     assert len(seconds) == 5 and best.step_seconds == pytest.approx(min(seconds))
 
@@ -239,11 +241,11 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
         ),
     ],
     ids=[
-        "no parts",
+        "no micro-batches",
         "divisor",
         "schedule",
         "rounds",
-        "parts",
+        "micro-batches",
         "in a dict",
         "one",
         "within",
