@@ -74,6 +74,7 @@ def fit_to_memory(
         budget=request.budget,
         larger=partial(larger_world, chosen, chosen.plan, request),
         free=request.layout == "auto",
+        divisible=not request.seeks_microbatches and request.microbatches == 1,
     )
     program = manager.run("recompute", program, step, recomputing.check)
     program = gathers_once(sums_once(program, request), world, request)

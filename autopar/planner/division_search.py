@@ -58,6 +58,7 @@ def in_fastest_division(
     than it must have raises, where no other succeeds.
     """
     rows = rows_of(call_arguments(inputs))
+    request = dataclasses.replace(request, seeks_microbatches=microbatches == "auto")
     if isinstance(request.layout, Stages):
         return with_stages(attempt, world, request, microbatches, rows)
     if microbatches != "auto":

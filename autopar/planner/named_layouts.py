@@ -423,7 +423,8 @@ def _check_experts(
     for axis in (axis for axis, role in zip(mesh.axes, roles, strict=True) if role.experts):
         uneven = [atom.size for atom in atoms if atom.size % axis.size]
         if uneven:
-            sizes = [n for n in range(2, axis.size + 1) if not any(a.size % n for a in atoms)]
+            divisors = (n for n in range(2, axis.size) if axis.size % n == 0)
+            sizes = [n for n in divisors if not any(atom.size % n for atom in atoms)]
             remedy = f"expert={sizes[-1]} and more data" if sizes else "another layout"
             raise LayoutError(
                 f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on a layer of "

@@ -435,6 +435,7 @@ def rematerialize_to_fit(
     budget: Budget | None,
     larger: Callable[[Memory], str] = lambda memory: "",
     free: bool = False,
+    divisible: bool = False,
 ) -> Program:
     """Return the emitted program with its blocks recomputed as planned, and the plan with its
     memory.
@@ -442,7 +443,8 @@ def rematerialize_to_fit(
     Where that does not fit and recompute is "auto", just enough of the first blocks are
     rematerialized. Raises PlanError where nothing fits. `budget` None: as planned, without a limit.
     `larger`: returns in words the smallest world that would do for this memory. `free`: the search
-    chose the layout, so another one is no remedy. A plan whose memory is known and fits is not
+    chose the layout, so another one is no remedy. `divisible`: the step may be asked for in
+    micro-batches. A plan whose memory is known and fits is not
     simulated again.
     """
     assert program.plan is not None
@@ -462,10 +464,36 @@ def rematerialize_to_fit(
             again = "every block recomputed"
         auto, name = budget.recompute == "auto", "auto" if free else program.plan.layout
         outputs = gathered_output_bytes(fitted)
+        divided = _bytes_in_microbatches(fitted, memory) if divisible else math.inf
         raise refusal(
-            memory, budget.memory_bytes, world, name, again, auto, larger(memory), outputs
+            memory, budget.memory_bytes, world, name, again, auto, larger(memory), outputs, divided
         )
     return fitted
+
+
+def _bytes_in_microbatches(program: Program, memory: Memory) -> float:
+    """Return about the bytes that a rank needs where each micro-batch has one of its rows: sums of
+    gradients beside those of a micro-batch, and a share of the activations and of what comes and
+    goes with them. Infinite where the rank has one row.
+    """
+    notes, plan = program.annotations, program.plan
+    if notes is None or notes.batch is None or plan is None:
+        return math.inf
+    rows = notes.batch.size
+    for name, choice in plan.choices.items():
+        for index, layout in enumerate(choice.results):
+            for dim, atoms in enumerate(notes.dims[name, index]):
+                if notes.batch in atoms:
+                    of_dim = math.prod(atom.size for atom in atoms)
+                    rows = min(rows, notes.batch.size * layout.local_shape[dim] // of_dim)
+    if rows < 2:
+        return math.inf
+    entries = [e for e in program.signature.inputs if e.kind == "parameter" and e.trainable]
+    sums = sum(
+        program.layouts[e.node].local_size * program.dtypes[e.node].itemsize for e in entries
+    )
+    held = memory.parameters + memory.optimizer + 2 * sums
+    return held + max(0.0, memory.peak - held) / rows
 
 
 def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Memory]:

@@ -293,6 +293,7 @@ class PlanRequest:
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
     `microbatches`: of a step, one after the other. `stages`: of a pipeline, each of which `layout`
     and `budget` are for. `plan_strided_from`: `strided_from` of a plan from a file.
+    `seeks_microbatches`: other numbers of micro-batches are tried, so that none is a remedy.
     """
 
     layout: Layouts | None = "auto"
@@ -304,6 +305,7 @@ class PlanRequest:
     microbatches: int = 1
     stages: Stages | None = None
     plan_strided_from: int | None = None
+    seeks_microbatches: bool = dataclasses.field(default=False, repr=False, compare=False)
 
     @property
     def strided_from(self) -> int | None:

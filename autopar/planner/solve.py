@@ -50,7 +50,6 @@ from autopar.planner.bound import (
 )
 from autopar.planner.constraint import Constraint
 from autopar.planner.contender import Contender
-from autopar.planner.elimination import LARGEST
 from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.objective import sum_of_blocks
 from autopar.planner.plan_notes import unsplit
@@ -227,7 +226,7 @@ def again(
     largest_count = _AGAIN[len(incumbent.mesh.axes)]
     counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
     limits = _near_limits(bound, math.inf, counts)
-    improved = _search_among(program, limits, candidate, world, price, LARGEST)
+    improved = _search_among(program, limits, candidate, world, price, 2 * _LARGEST)
     return improved if improved.seconds < incumbent.seconds * (1 - 1e-9) else incumbent
 
 

@@ -104,6 +104,8 @@ def test_an_expert_axis_larger_than_the_experts_is_refused() -> None:
         "use expert=4 and more data",
     )
     refused(autopar.LayoutError, *words, layout=GridEP(expert=8))
+    words = ("axis expert of 3 ranks", "hold 1.33: use another layout, or layout 'auto'")
+    refused(autopar.LayoutError, *words, ranks=3, layout="ep")
 
 
 def test_a_model_without_experts_is_refused() -> None:
@@ -117,6 +119,7 @@ def test_a_model_without_experts_is_refused() -> None:
     ("choices", "says"),
     [
         (lambda index, scores: (index, None), "its scores are none"),
+        (lambda index, scores: (index,), "its scores are none"),
         (lambda index, scores: (None, scores), "its numbers of experts are none"),
         (lambda index, scores: (scores, scores), "its numbers of experts are torch.float32"),
         (lambda index, scores: (index, index), "its scores are torch.int64"),
@@ -124,7 +127,10 @@ def test_a_model_without_experts_is_refused() -> None:
         (lambda index, scores: (index, scores[:, :1]), "numbers (64, 2) and scores (64, 1)"),
         (lambda index, scores: (index[:8], scores), "its numbers of experts are torch.int64"),
     ],
-    ids=["no scores", "no numbers", "scores alone", "numbers alone", "one", "fewer", "few tokens"],
+    ids=[
+        "no scores", "one result", "no numbers", "scores alone", "numbers alone", "one", "fewer",
+        "few tokens",
+    ],
 )  # fmt: skip
 def test_a_router_that_does_not_say_which_experts_and_how_much_is_refused(
     choices: Any, says: str
@@ -140,7 +146,12 @@ def test_a_router_that_does_not_say_which_experts_and_how_much_is_refused(
         experts.__class__ = Misled
         return net, args, kwargs
 
-    refused(autopar.TraceError, "of 4 experts takes from its router", says, model=model)
+    refused(
+        autopar.TraceError,
+        "Misled model.layers.0.mlp.experts of 4 experts takes from",
+        says,
+        model=model,
+    )
 
 
 def test_a_loop_over_experts_is_refused_with_the_remedy() -> None:
