@@ -42,6 +42,7 @@ demo: $(INSTALLED) ## train a GPT on 4 ranks and hold every loss against one dev
 lint: $(INSTALLED) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks
 
 test: lint ## lint, then the tests but for those marked slow
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST)

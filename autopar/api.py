@@ -31,7 +31,7 @@ from autopar.planner.pipelines import of_one_stage
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import (
     Layouts,
-    Microbatches,
+    MicrobatchCount,
     Outputs,
     PlanOptions,
     PlanRequest,
@@ -50,8 +50,8 @@ from autopar.runtime.apply import (
 )
 from autopar.runtime.arguments import check, check_room, check_together, warn_alone
 from autopar.runtime.backends import Backend, Overlap
+from autopar.runtime.microbatches_check import compare_microbatches
 from autopar.runtime.module import NUMBERS, ParallelModule, parallel_module
-from autopar.runtime.parts_check import compare_parts
 from autopar.runtime.reference import to_float64
 from autopar.runtime.stages_check import compare_stages
 from autopar.runtime.training.deferred import Deferred
@@ -75,7 +75,7 @@ def plan(
     reduce_dtype: torch.dtype | str | None = None,
     overlap: Overlap = True,
     outputs: Outputs = "replicated",
-    microbatches: Microbatches = 1,
+    microbatches: MicrobatchCount = 1,
 ) -> Plan:
     """Return the fastest layout of `model` on `world`, by modelled seconds. It needs no process
     group, no GPU, and no memory for the parameters: the model may be on the meta device.
@@ -104,10 +104,10 @@ def plan(
     - `overlap`: compare plans by a step that hides communication, not by the sum of all seconds.
     - `outputs`: "replicated" hands every rank all of every output, as a plain tensor; "sharded" the
       part that it computes, as a DTensor, for models whose large outputs (logits) nobody reads.
-    - `microbatches`: a step runs in so many equal parts, one after the other, each with a forward
-      and a backward, and holds the activations of one part; the model returns its loss. "auto":
-      more than one where that is faster than to recompute whole blocks, or the only way to fit, and
-      with layout "auto" also stages, where a step is a twentieth shorter with them.
+    - `microbatches`: a step runs in so many equal parts of the batch, one after the other, each
+      with a forward and a backward, and holds the activations of one; the model returns its loss.
+      "auto": more than one where that is faster than to recompute whole blocks, or the only way to
+      fit, and with layout "auto" also stages, where a step is a twentieth shorter with them.
 
     Raises TraceError for a model that is no one graph, LayoutError for a layout that does not fit
     it, PlanError where nothing fits the memory, and WorldError for a `world` that is none.
@@ -226,7 +226,7 @@ def parallelize(
     sync_parameters: bool = True,
     device: torch.device | str | None = None,
     outputs: Outputs = "replicated",
-    microbatches: Microbatches = 1,
+    microbatches: MicrobatchCount = 1,
 ) -> ParallelModule:
     """Return `model` on the running ranks: plan and apply in one. Collective. Rank 0 searches, the
     others receive its plan; if a rank fails, all raise.
@@ -332,7 +332,7 @@ def verify(
     - `layout`: as in `plan`, or a plan, from a file too, which is verified as it is: leave `world`
       None.
     - `recompute`: "full" recomputes every block in the backward.
-    - `microbatches`: the parts together are compared with the whole batch, one part on all ranks.
+    - `microbatches`: all together are compared with the whole batch, the first one on all ranks.
 
     Raises VerificationError past `tolerance`, naming the first wrong node; else as `plan` does.
     """
@@ -349,7 +349,7 @@ def verify(
     machines = layout.world if isinstance(layout, Plan) and world is None else World.of(world)
     pipeline = PassManager(progress)
     count = layout.microbatches if isinstance(layout, Plan) else microbatches
-    source, parts = trace_step(model, inputs, count)
+    source, division = trace_step(model, inputs, count)
     budget = Budget.of(machines, "auto", "adamw", recompute)
     if isinstance(layout, Plan):
         request = PlanRequest.like(layout, None, budget)
@@ -368,18 +368,19 @@ def verify(
     on_ranks = rewrite_for_ranks(pipeline, chosen, machines)
     pipeline.progress("compare")
     single = search_meshes(program, World.of(1), PlanRequest())
-    on_one = rewrite_for_ranks(PassManager(), single, machines)
+    on_one_device = rewrite_for_ranks(PassManager(), single, machines)
     call = call_arguments(inputs)
     leaves, whole = pytree.tree_leaves(call), source
-    if parts is not None:
+    if division is not None:
         whole = trace_model(model, inputs)
-        drawn = any(entry.kind == "seed" for entry in on_one.signature.inputs)
-        part = source if drawn else on_one  # what ranks run is compared, where it drops nothing
-        leaves = compare_parts(draws(whole), part, parts, call, tolerance)
-    result = compare(on_ranks, on_one, leaves, tolerance)
+        drawn = any(entry.kind == "seed" for entry in on_one_device.signature.inputs)
+        # what ranks run is compared, where it drops nothing
+        traced = source if drawn else on_one_device
+        leaves = compare_microbatches(draws(whole), traced, division, call, tolerance)
+    result = compare(on_ranks, on_one_device, leaves, tolerance)
     if isinstance(layout, Plan) and layout.stage_starts:
         pipeline.progress("compare stages")
-        errors = compare_stages(on_ranks, on_one, parts, call, tolerance)
+        errors = compare_stages(on_ranks, on_one_device, division, call, tolerance)
         result = dataclasses.replace(
             result,
             loss_error=max(result.loss_error, errors.loss),

@@ -138,7 +138,7 @@ class ExpertsBlock(LlamaBlock):
 
     def __init__(self, width: int, heads: int, groups: int, inner: int, experts: int) -> None:
         super().__init__(width, heads, groups, inner)
-        self.mlp = Experts(width, inner, experts)
+        self.mlp = Experts(width, inner, experts)  # type: ignore[assignment]
 
 
 class MixtureOfExperts(Llama):

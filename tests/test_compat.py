@@ -52,12 +52,12 @@ def test_what_an_adaptive_softmax_returns() -> None:
 
 @covers("pipeline_actions")
 def test_the_actions_of_schedules() -> None:
-    """For two ranks and four micro-batches, as torch lists them; a backward in two parts too."""
+    """For two ranks and four micro-batches, as torch lists them; a backward in two halves too."""
     actions = _compat.pipeline_actions
-    forwards, backwards = ([(kind, 0, part) for part in range(4)] for kind in "FB")
+    forwards, backwards = ([(kind, 0, number) for number in range(4)] for kind in "FB")
     assert actions("GPipe", 2, 1, 4)[0] == [*forwards, *backwards]
     both = actions("Interleaved1F1B", 2, 2, 4)
-    assert [stage for _, stage, part in both[1] if not part] == [1, 3, 3, 1]
+    assert [stage for _, stage, number in both[1] if not number] == [1, 3, 3, 1]
     assert {kind for kind, *_ in actions("InterleavedZeroBubble", 2, 2, 4)[0]} == {*"FIW"}
 
 

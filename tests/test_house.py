@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import functools
 import itertools
 import re
@@ -93,8 +94,9 @@ def words(name: str) -> list[str]:
     return [part for part in parts if part]
 
 
-# A retired word is one in every name of ours: of modules, classes, functions, arguments, fields and
-# constants. The name of a test is a sentence, whose verb may be "found" or "made".
+# A retired word is one in every name of ours: of modules, classes, functions, arguments, fields,
+# constants and, in autopar/, variables of functions. The name of a test is a sentence, whose verb
+# may be "found" or "made".
 @functools.cache
 def vague() -> set[str]:
     """The words that docs/glossary.md says name nothing."""
@@ -104,11 +106,13 @@ def vague() -> set[str]:
 
 
 def names_in(path: Path, text: str) -> Iterator[tuple[str, str]]:
-    """(kind, name) of a module, and of what it names itself but for local variables."""
+    """(kind, name) of a module, and of all that it names itself. "variable": of a function, or of a
+    comprehension outside of one.
+    """
     tree = ast.parse(text)
     yield "module", path.stem
-    for statement in tree.body:
-        yield from (("constant", name) for name in assigned_names(statement))
+    outer = [name for statement in tree.body for name in assigned_names(statement)]
+    yield from (("constant", name) for name in outer)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield ("function" if isinstance(node, ast.FunctionDef) else "class"), node.name
@@ -117,9 +121,24 @@ def names_in(path: Path, text: str) -> Iterator[tuple[str, str]]:
             rest = node.args.vararg, node.args.kwarg
             yield from (("argument", a.arg) for a in (*itertools.chain(*every), *rest) if a)
         if isinstance(node, ast.ClassDef):
-            yield from (("field", name) for n in node.body for name in assigned_names(n))
+            fields = [name for n in node.body for name in assigned_names(n)]
+            yield from (("field", name) for name in fields)
+            outer += fields
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield "field", node.attr
+    stored = collections.Counter(variables(tree)) - collections.Counter(outer)
+    yield from (("variable", name) for name in stored)
+
+
+def variables(tree: ast.Module) -> Iterator[str]:
+    """Every name that is stored: by an assignment, a loop, a context, a pattern or an import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            yield node.name
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
 
 
 def assigned_names(statement: ast.stmt) -> Iterator[str]:
@@ -131,14 +150,17 @@ def assigned_names(statement: ast.stmt) -> Iterator[str]:
             yield node.id
 
 
-def faults(path: Path, text: str) -> list[str]:
+def faults(path: Path, text: str, with_variables: bool = True) -> list[str]:
     """The names in a file's text that are not the field's words."""
     retired_words, vague_words = retired(), vague()
     return [
         f"{kind} {name}"
         for kind, name in names_in(path, text)
-        if set(words(name)) & retired_words
-        or (not name.startswith("test_") and names_nothing(words(name), vague_words))
+        if (with_variables or kind != "variable")
+        and (
+            set(words(name)) & retired_words
+            or (not name.startswith("test_") and names_nothing(words(name), vague_words))
+        )
     ]
 
 
@@ -151,13 +173,18 @@ def test_no_name_uses_a_retired_word() -> None:
     assert len(retired()) > 20 and len(vague()) == 9
     paths = [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]
     assert len(paths) > 400
-    found = {str(path.relative_to(ROOT)): faults(path, path.read_text()) for path in paths}
+    found = {
+        str(path.relative_to(ROOT)): faults(path, path.read_text(), path.is_relative_to(AUTOPAR))
+        for path in paths
+    }
     assert not {place: names for place, names in found.items() if names}
 
 
 def test_names_that_are_no_words_of_the_field_are_found() -> None:
     text = "class A:\n    held: int\n    def in_one(self, asked): self.told_bytes = found = asked"
     names = ["field held", "function in_one", "argument asked", "field told_bytes"]
+    assert sorted(faults(Path("fit.py"), text, False)) == sorted(names)
+    names.append("variable found")
     assert sorted(faults(Path("fit.py"), text)) == sorted(names)
     assert faults(Path("cuts.py"), "TOLD, _MADE = 1, 2") == [
         "module cuts", "constant TOLD", "constant _MADE"
@@ -166,6 +193,10 @@ def test_names_that_are_no_words_of_the_field_are_found() -> None:
         "function test_what_is_kept_is_found"
     ]
     assert not faults(Path("test_a.py"), "def test_what_is_saved_is_found(one_rank): ...")
+    for line in ("[found for found in x]", "for n, found in x: ...", "with x as found: ...",
+                 "(found := 1)", "import x as found", "match x:\n  case [found, *_]: ...",
+                 "try: ...\nexcept X as found: ..."):  # fmt: skip
+        assert faults(Path("fit.py"), f"{line}") == ["variable found"], line
 
 
 # Verbs that end as participles do.

@@ -10,7 +10,7 @@ def pipeline_actions(
     schedule: str, ranks: int, rounds: int, microbatches: int
 ) -> list[list[tuple[Any, int, int]]]:
     """Return for every rank of a pipeline what it runs in torch's schedule of this name, in order:
-    ("F" or "B", stage, micro-batch); "I" and "W" are the parts of a backward that a schedule runs
+    ("F" or "B", stage, micro-batch); "I" and "W" are the halves of a backward that a schedule runs
     apart. `rounds`: stages of a rank. Raises ValueError and AssertionError as torch does.
     """
     from unittest import mock
@@ -21,12 +21,12 @@ def pipeline_actions(
     stage = mock.create_autospec(PipelineStage, instance=True)
     stage.group_rank, stage.group_size, stage.num_stages = 0, ranks, ranks * rounds
     stage.submod = None
-    made: Any = schedules.get_schedule_class(schedule)
-    single = issubclass(made, schedules.PipelineScheduleSingle)
+    schedule_class: Any = schedules.get_schedule_class(schedule)
+    single = issubclass(schedule_class, schedules.PipelineScheduleSingle)
     # sends are not asked for, and zero bubble schedules take seconds to list theirs
     runtime: Any = schedules._PipelineScheduleRuntime
     with mock.patch.object(runtime, "_prepare_schedule_with_comms", create=True):
-        order = made(stage if single else [stage] * rounds, microbatches).pipeline_order
+        order = schedule_class(stage if single else [stage] * rounds, microbatches).pipeline_order
     return [[leaf for action in order[rank] for leaf in _leaves(action)] for rank in range(ranks)]
 
 

@@ -111,9 +111,9 @@ def facts(advice: Advice) -> dict[str, Any]:
         "beyond": list(advice.beyond),
         "tried": [
             dataclasses.asdict(degrees)
-            | {"overlapped": None, "why": found}
-            | ({} if isinstance(found, str) else {"overlapped": found, "why": ""})
-            for degrees, found in advice.tried
+            | {"overlapped": None, "why": outcome}
+            | ({} if isinstance(outcome, str) else {"overlapped": outcome, "why": ""})
+            for degrees, outcome in advice.tried
         ],
     }
 

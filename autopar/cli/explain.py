@@ -18,8 +18,8 @@ from autopar.cli.reasons import (
     CollectiveSum,
     Explanation,
     NodeStates,
-    Part,
-    PartSum,
+    Selection,
+    SelectionSum,
     explain_plan,
 )
 from autopar.cli.terminal import console, print_json, print_line, watch_progress
@@ -81,8 +81,8 @@ def _print(explanation: Explanation, plan: Plan) -> None:
     step = explanation.seconds if explanation.overlapped is None else explanation.overlapped
     print_line(out, "plan", f"layout {explanation.layout}, mesh {explanation.mesh}, "
                             f"{format_seconds(step)} a step on {explanation.world}")  # fmt: skip
-    if explanation.part is not None:
-        _print_part(out, explanation.part, plan)
+    if explanation.selection is not None:
+        _print_selection(out, explanation.selection, plan)
         return
     for reason in explanation.reasons:
         print_line(out, "because", reason)
@@ -92,28 +92,28 @@ def _print(explanation: Explanation, plan: Plan) -> None:
     _print_costs(out, explanation.costliest, explanation.collectives)
 
 
-def _print_part(out: Console, part: Part, plan: Plan) -> None:
+def _print_selection(out: Console, selection: Selection, plan: Plan) -> None:
     groups: dict[tuple[object, ...], list[NodeStates]] = {}
-    for states in part.nodes:
+    for states in selection.nodes:
         key = tuple(states.splits.items()), states.operands, states.results
         groups.setdefault(key, []).append(states)
     for alike in list(groups.values())[:_MOST_NODES]:
         print_line(out, "node", _node_text(alike))
     _print_rest(out, "node", len(groups) - _MOST_NODES)
-    if part.sum is not None:
-        print_line(out, "sum", _sum_text(part.sum))
-    for name, layout in list(part.stored.items())[:_MOST_STORED]:
+    if selection.sum is not None:
+        print_line(out, "sum", _sum_text(selection.sum))
+    for name, layout in list(selection.stored.items())[:_MOST_STORED]:
         print_line(out, "stored", f"{name} {layout}")
-    _print_rest(out, "stored", len(part.stored) - _MOST_STORED)
-    _print_costs(out, part.rows, part.collectives)
+    _print_rest(out, "stored", len(selection.stored) - _MOST_STORED)
+    _print_costs(out, selection.rows, selection.collectives)
     if plan.context is None:
         print_line(out, "more", "closed form, alternatives and the nodes of a module: add --target")
         return
-    if part.formula is not None:
-        out.print(escape(part.formula), soft_wrap=True)
-    if part.why is not None:
-        runners = part.why["runners"]
-        print_line(out, "chosen", str(part.why["chosen"]))
+    if selection.formula is not None:
+        out.print(escape(selection.formula), soft_wrap=True)
+    if selection.why is not None:
+        runners = selection.why["runners"]
+        print_line(out, "chosen", str(selection.why["chosen"]))
         for runner in runners:
             milliseconds, mebibytes = runner["more_seconds"] * 1e3, runner["more_bytes"] / 2**20
             more = f"{milliseconds:+.3f} ms a step, {mebibytes:+,.2f} MiB"
@@ -139,8 +139,8 @@ def _node_text(alike: list[NodeStates]) -> str:
     return f"{names}{more}: {splits}; ({operands}) → ({', '.join(states.results)}){took}"
 
 
-def _sum_text(total: PartSum) -> str:
-    """Return the seconds of a part in words: "computes for 1.00 ms + sends for 0.50 ms = …"."""
+def _sum_text(total: SelectionSum) -> str:
+    """Return a sum of seconds in words: "computes for 1.00 ms + sends for 0.50 ms = …"."""
     return (
         f"computes for {format_seconds(total.computation)} + collectives of "
         f"{format_seconds(total.communication)} = {format_seconds(total.seconds)}, overlap not "

@@ -1,7 +1,7 @@
 """`autopar graph`: the graph of one rank that a plan of a model is rewritten to.
 
 Example: autopar graph gpt2 --ranks 8 --layout 4d prints the first block, with every reshard, as it
-runs on a rank. graph_view.py picks the part and writes the page.
+runs on a rank. graph_view.py picks the excerpt and writes the page.
 """
 
 from __future__ import annotations
@@ -88,12 +88,12 @@ def graph(
             raise PlanError(f"--after {name}: there is no such pass; they are {', '.join(graphs)}")
         module = plan.context.program.module if after is None else graphs[name]
         block = block or graph_view.first_block(module)
-        part = graph_view.part_of(module, block)
-        mesh, nodes = str(plan.mesh) or "one rank", graph_view.nodes_of(part)
+        excerpt = graph_view.excerpt(module, block)
+        mesh, nodes = str(plan.mesh) or "one rank", graph_view.nodes_of(excerpt)
         result = RankGraph(built.name, plan.layout, mesh, name, block, nodes)
         if page is not None:
             facts = [("model", model_text(built)), ("layout", plan.layout), ("mesh", mesh),
-                     ("part", block)]  # fmt: skip
+                     ("block", block)]  # fmt: skip
             text = graph_view.page(f"autopar graph: {built.name}", facts, nodes)
             json_file.write(page, text)
         if as_json:
@@ -102,6 +102,6 @@ def graph(
         out = console()
         print_line(out, "model", model_text(built))
         print_line(out, "layout", f"{plan.layout}, mesh {mesh}; of one rank: {block}")
-        out.print(listing(part), markup=False, soft_wrap=True)
+        out.print(listing(excerpt), markup=False, soft_wrap=True)
         if page is not None:
             print_line(out, "saved", f"as {page}")

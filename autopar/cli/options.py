@@ -27,7 +27,7 @@ from autopar.planner.request import (
     GridEP,
     GridHSDP,
     Layouts,
-    Microbatches,
+    MicrobatchCount,
     Stages,
 )
 from autopar.tools.targets import NAMED
@@ -86,7 +86,8 @@ RecomputeOption = Annotated[
 MicrobatchesOption = Annotated[
     str,
     typer.Option(
-        metavar="N", help="Parts of a step, one after the other: a number, or auto, to save memory."
+        metavar="N",
+        help="Micro-batches of a step, one after the other: a number, or auto, to save memory.",
     ),
 ]
 ReduceOption = Annotated[
@@ -204,8 +205,8 @@ def read_memory(text: str) -> Limit:
     return float(match[1]) * _UNIT_BYTES[match[2]]
 
 
-def read_microbatches(text: str) -> Microbatches:
-    """Return the number of parts of a step, or "auto". Raises PlanError.
+def read_microbatches(text: str) -> MicrobatchCount:
+    """Return the number of micro-batches of a step, or "auto". Raises PlanError.
 
     >>> read_microbatches("4")
     4
@@ -213,7 +214,9 @@ def read_microbatches(text: str) -> Microbatches:
     if text == "auto":
         return "auto"
     if not text.isdecimal() or not int(text):
-        raise PlanError(f"--microbatches {text}: it is auto, or a number of parts, 1 or more")
+        raise PlanError(
+            f"--microbatches {text}: it is auto, or a number of micro-batches, 1 or more"
+        )
     return int(text)
 
 
@@ -256,15 +259,17 @@ def read_layout(text: str) -> Layouts:
     ]
     names = [field.name for field in fields]
     values: dict[str, Any] = {} if inner is None else {"within": inner}
-    for position, part in enumerate(sizes.split(",")):
-        key, equals, value = (piece.strip() for piece in part.rpartition("="))
+    for position, entry in enumerate(sizes.split(",")):
+        key, equals, value = (piece.strip() for piece in entry.rpartition("="))
         if not equals:
             key = names[position] if position < len(names) else value
         if key not in names or key in values:
-            raise LayoutError(f"layout {text!r}: {part!r} is no size of {name}{_usage_text(names)}")
+            raise LayoutError(
+                f"layout {text!r}: {entry!r} is no size of {name}{_usage_text(names)}"
+            )
         is_name = key in ("first", "within", "attention", "schedule")
         is_name |= (key, value) == ("count", "auto")
-        values[key] = value if is_name else _read_size(text, part, value)
+        values[key] = value if is_name else _read_size(text, entry, value)
     missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in values]
     if missing:
         raise LayoutError(f"layout {text!r} lacks {', '.join(missing)}{_usage_text(names)}")
@@ -281,9 +286,9 @@ def _usage_text(names: list[str]) -> str:
     return f"; it takes {', '.join(names)}, by position or as {names[0]}=2"
 
 
-def _read_size(text: str, part: str, value: str) -> int:
+def _read_size(text: str, entry: str, value: str) -> int:
     if not re.fullmatch("[0-9]+", value) or int(value) < 1:
-        raise LayoutError(f"layout {text!r}: {part!r} is no whole number of ranks from 1 on")
+        raise LayoutError(f"layout {text!r}: {entry!r} is no whole number of ranks from 1 on")
     return int(value)
 
 

@@ -1,9 +1,9 @@
 """Why a saved plan is as it is, and what one of its nodes or subgraphs is, costs and could be.
 
-Example: explain_plan(Plan.load("plan.json"), "blocks.*.mlp").part.collectives are the collectives
-of those subgraphs. What needs the graph (closed form, alternatives, nodes by their module) is there
-where the plan's target was traced again. A plan enters, an `Explanation` leaves; explain.py prints
-it.
+Example: explain_plan(Plan.load("plan.json"), "blocks.*.mlp").selection.collectives are the
+collectives of those subgraphs. What needs the graph (closed form, alternatives, nodes by their
+module) is there where the plan's target was traced again. A plan enters, an `Explanation` leaves;
+explain.py prints it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class NodeStates:
 
 
 @dataclasses.dataclass(frozen=True)
-class PartSum:
-    """The seconds of a part, forward and backward, overlap not counted: those of its nodes'
+class SelectionSum:
+    """The seconds of a selection, forward and backward, overlap not counted: those of its nodes'
     computation, of its collectives, both, and their share of the sum of the step.
     """
 
@@ -89,7 +89,7 @@ class PartSum:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Selection:
     """What a pattern names: nodes, stored parameters, and the lines of the table that they are in,
     with the collectives of these; of one node alone, by its name, those of its operands and
     results. `sum`, `formula` (text) and `why` (`planner.why.Why.facts`) are None
@@ -101,7 +101,7 @@ class Part:
     stored: dict[str, str]
     rows: tuple[Row, ...]
     collectives: tuple[CollectiveSum, ...]
-    sum: PartSum | None = None
+    sum: SelectionSum | None = None
     formula: str | None = None
     why: dict[str, Any] | None = None
 
@@ -109,7 +109,7 @@ class Part:
 @dataclasses.dataclass(frozen=True)
 class Explanation:
     """Why a plan is as it is, in sentences (`reasons`); the meshes with the least bounds, the
-    costliest lines of its table, its collectives, and the part that was asked about.
+    costliest lines of its table, its collectives, and what the pattern names.
     """
 
     layout: str
@@ -121,7 +121,7 @@ class Explanation:
     meshes: tuple[MeshBound, ...]
     costliest: tuple[Row, ...]
     collectives: tuple[CollectiveSum, ...]
-    part: Part | None = None
+    selection: Selection | None = None
 
 
 def explain_plan(plan: Plan, pattern: str | None = None) -> Explanation:
@@ -130,7 +130,7 @@ def explain_plan(plan: Plan, pattern: str | None = None) -> Explanation:
 
     >>> import autopar, torch
     >>> plan = autopar.plan(torch.nn.Linear(8, 16), 4, (torch.ones(4, 8),), "megatron")
-    >>> explain_plan(plan, "linear").part.nodes[0].splits
+    >>> explain_plan(plan, "linear").selection.nodes[0].splits
     {'tp': 'n'}
     """
     costliest = sorted(plan.rows, key=lambda row: row.step_seconds, reverse=True)[:_MOST_ROWS]
@@ -138,7 +138,7 @@ def explain_plan(plan: Plan, pattern: str | None = None) -> Explanation:
     return Explanation(
         plan.layout, str(plan.mesh) or "one rank", str(plan.world), plan.seconds, plan.overlapped,
         tuple(_reasons(plan)), tuple(meshes[:_MOST_MESHES]), tuple(costliest),
-        _collective_sums(plan.collectives), None if pattern is None else _part(plan, pattern),
+        _collective_sums(plan.collectives), None if pattern is None else _selection(plan, pattern),
     )  # fmt: skip
 
 
@@ -180,14 +180,14 @@ def _collective_sums(collectives: Iterable[Collective]) -> tuple[CollectiveSum, 
         key = each.kind, each.axes, each.backward
         sums.setdefault(key, []).append((each.bytes, each.seconds))
     lines = [
-        CollectiveSum(*key, len(parts), *(float(sum(column)) for column in zip(*parts)))
-        for key, parts in sums.items()
+        CollectiveSum(*key, len(amounts), *(float(sum(column)) for column in zip(*amounts)))
+        for key, amounts in sums.items()
     ]
     return tuple(sorted(lines, key=lambda line: -line.seconds))
 
 
-# -- one part --------------------------------------------------------------------------------------
-def _part(plan: Plan, pattern: str) -> Part:
+# -- a selection ----------------------------------------------------------------------------------
+def _selection(plan: Plan, pattern: str) -> Selection:
     """Return what a pattern names. Raises PlanError where it names nothing."""
     nodes = _nodes(plan, pattern)
     chains = _chains(plan, pattern, nodes)
@@ -215,7 +215,7 @@ def _part(plan: Plan, pattern: str) -> Part:
     facts = None if answer is None else answer.facts()
     text = None if formula is None else str(formula)
     total = _sum(plan, seconds, nodes, collectives) if nodes and seconds else None
-    return Part(pattern, states, stored, rows, collectives, total, text, facts)
+    return Selection(pattern, states, stored, rows, collectives, total, text, facts)
 
 
 def _sum(
@@ -223,12 +223,14 @@ def _sum(
     seconds: Mapping[str, float],
     nodes: Iterable[str],
     collectives: Iterable[CollectiveSum],
-) -> PartSum:
-    """Return the seconds of a part, by those of its nodes and of its collectives."""
+) -> SelectionSum:
+    """Return the seconds of a selection, by those of its nodes and of its collectives."""
     computation = sum(seconds.get(name, 0.0) for name in nodes)
     communication = sum(each.seconds for each in collectives)
     both = computation + communication
-    return PartSum(computation, communication, both, both / plan.seconds if plan.seconds else 0.0)
+    return SelectionSum(
+        computation, communication, both, both / plan.seconds if plan.seconds else 0.0
+    )
 
 
 def _nodes(plan: Plan, pattern: str) -> dict[str, str]:

@@ -125,11 +125,11 @@ def read_ranks(text: str | None) -> list[int | None]:
     """
     if text is None:
         return [None]
-    parts = [part.strip() for part in text.split(",")]
-    wrong = [part for part in parts if not part.isdigit() or not int(part)]
+    numbers = [word.strip() for word in text.split(",")]
+    wrong = [n for n in numbers if not n.isdigit() or not int(n)]
     if wrong:
         raise WorldError(f"--ranks {text}: {wrong[0]!r} is no number of ranks; write 64,128,256")
-    return [int(part) for part in dict.fromkeys(parts)]
+    return [int(n) for n in dict.fromkeys(numbers)]
 
 
 def _world(name: str | None, ranks: int | None) -> World | tuple[int, str]:

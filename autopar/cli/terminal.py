@@ -24,7 +24,7 @@ from autopar.cost.memory import limit_text
 from autopar.cost.throughput import throughput
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_amount, format_bytes, format_count, format_seconds
-from autopar.ir.plan_view import parts_text
+from autopar.ir.plan_view import microbatches_text
 from autopar.ir.progress import PATIENCE_S, Work, show_bar, step, watch
 from autopar.planner.why import Why
 from autopar.tools.console import console, print_line
@@ -156,7 +156,7 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     if plan.device_limit is not None:
         memory += f"; it may take {limit_text(plan.device_limit, plan.world)}"
     if plan.microbatches > 1:
-        memory += f"; {parts_text(plan)}"
+        memory += f"; {microbatches_text(plan)}"
     for names, what in plan.dropped:
         memory += escape(f"; {what} again in the backward: {names}")
     if world is not None and plan.peak_bytes > world.device.memory_bytes:

@@ -1,7 +1,7 @@
 """`autopar trace`: the graph that a model is traced to, before anything is split.
 
 Example: autopar trace gpt2 --block blocks.0 prints the ATen ops of the first block. graph_view.py
-picks the part and writes the page.
+picks the excerpt and writes the page.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def trace(
         built = build_target(target, batch, _SAMPLES)
         tracing = f"tracing {built.name}"
         source = watch_progress(tracing, lambda _: trace_model(built.model, built.inputs), as_json)
-        part = graph_view.part_of(source.module, block)
-        result = Trace(built.name, built.parameters, block, graph_view.nodes_of(part))
+        excerpt = graph_view.excerpt(source.module, block)
+        result = Trace(built.name, built.parameters, block, graph_view.nodes_of(excerpt))
         if page is not None:
-            facts = [("model", model_text(built)), ("part", block)]
+            facts = [("model", model_text(built)), ("block", block)]
             text = graph_view.page(f"autopar trace: {built.name}", facts, result.nodes)
             json_file.write(page, text)
         if as_json:
@@ -71,6 +71,6 @@ def trace(
             return
         out = console()
         print_line(out, "model", model_text(built))
-        out.print(listing(part), markup=False, soft_wrap=True)
+        out.print(listing(excerpt), markup=False, soft_wrap=True)
         if page is not None:
             print_line(out, "saved", f"as {page}")

@@ -369,12 +369,12 @@ def bytes_of(share: Share, strategy: Strategy) -> float:
     total += sum(
         _elements(strategy.results[i]) * element_bytes for i, element_bytes in share.results
     )
-    parts = max(1, strategy.parts)
+    ranks = max(1, strategy.ranks)
     for operand, dim in share.undivided[:1]:
         layout = strategy.operands[operand]
         assert layout is not None
-        parts //= math.prod(digit.size for digit in layout.digits(dim))
-    return total + share.inside / parts
+        ranks //= math.prod(digit.size for digit in layout.digits(dim))
+    return total + share.inside / ranks
 
 
 def _elements(layout: Layout | None) -> float:
@@ -388,8 +388,8 @@ def activation_bytes(memory: ActivationMemory, plan: Plan) -> float:
         choice = plan.choices.get(node.name)
         if choice is not None:
             pairs = zip(plan.mesh.axes, choice.splits, strict=True)
-            parts = math.prod(axis.size for axis, split in pairs if split not in IDLE)
-            strategy = Strategy((), choice.operands, choice.results, parts)
+            ranks = math.prod(axis.size for axis, split in pairs if split not in IDLE)
+            strategy = Strategy((), choice.operands, choice.results, ranks)
             total += bytes_of(memory.of(node), strategy)
     parameters = {e.node for e in memory.program.signature.inputs if e.kind == "parameter"}
     for node in memory.program.module.graph.nodes:

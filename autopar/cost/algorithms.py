@@ -66,7 +66,7 @@ class Algorithm(NamedTuple):
             bends=self.bends + other.bends,
         )
 
-    def on_part(self, ranks: int) -> Algorithm:
+    def on_share(self, ranks: int) -> Algorithm:
         """Return this algorithm on one of so many equal parts of the value."""
         bends = tuple(
             (bend_bytes * ranks, bend_s_per_byte / ranks)
@@ -114,8 +114,8 @@ def flat_algorithms(world: World, kind: str, digits: Pattern) -> tuple[Algorithm
 def _flat_formulas(world: World, kind: str, digits: Pattern) -> Iterator[tuple[str, float, float]]:
     """Yield (algorithm, seconds of latency, seconds per byte) of the one-level formulas."""
     ranks, link_load = size(digits), load(world, digits)
-    part = (ranks - 1) / ranks
-    ring_latency, ring_s_per_byte = part * link_load.ring_hops, part * link_load.ring
+    sent = (ranks - 1) / ranks
+    ring_latency, ring_s_per_byte = sent * link_load.ring_hops, sent * link_load.ring
     gloo = world.backend == "gloo"
     match kind:
         case "all_reduce":
@@ -190,7 +190,7 @@ def _two_level(world: World, kind: str, digits: Pattern) -> Iterator[Algorithm]:
     for inside, across in halves(digits) if kind in _WITHIN else ():
         ranks = size(inside)
         for outer in algorithms(world, kind, across):  # on the part that a rank has
-            combined = [Algorithm("two-level", (ranks, *outer.inside), *outer.on_part(ranks)[2:])]
+            combined = [Algorithm("two-level", (ranks, *outer.inside), *outer.on_share(ranks)[2:])]
             for stage in filter(None, _WITHIN[kind]):
                 flat = flat_algorithms(world, stage, inside)
                 combined = [before.after(step) for before in combined for step in flat]

@@ -110,10 +110,10 @@ def sent(kind: str, ranks: Any) -> Any:
     >>> sent("all_reduce", 4)
     1.5
     """
-    part = (ranks - 1) / ranks
+    fraction = (ranks - 1) / ranks
     if kind == "all_to_all":
-        part = part / ranks
-    return 2 * part if kind == "all_reduce" else part
+        fraction = fraction / ranks
+    return 2 * fraction if kind == "all_reduce" else fraction
 
 
 def seconds(
@@ -220,11 +220,11 @@ def path_seconds(path: Sequence[Step], element: Element, world: World) -> float:
     """Return the seconds of all collectives of a path of reshards, plus what slicing and padding in
     memory cost (so that ties go to fewer steps).
     """
-    in_memory, sending = path_parts(path, element, world)
+    in_memory, sending = path_terms(path, element, world)
     return in_memory + element.share * sending
 
 
-def path_parts(path: Sequence[Step], element: Element, world: World) -> tuple[float, float]:
+def path_terms(path: Sequence[Step], element: Element, world: World) -> tuple[float, float]:
     """Return the seconds of a path of reshards in memory, and those of its collectives, whatever
     the share of them that counts.
     """
@@ -239,14 +239,14 @@ def path_parts(path: Sequence[Step], element: Element, world: World) -> tuple[fl
     return in_memory, sending
 
 
-def parts_between(
+def terms_between(
     sources: Sequence[Layout], targets: Sequence[Layout], element: Element, world: World
 ) -> NDArray[np.float64]:
-    """Return `path_parts` for each pair of layouts, [source, target, 2]: for many of them at once
+    """Return `path_terms` for each pair of layouts, [source, target, 2]: for many of them at once
     in a hundredth of the time.
     """
     mesh = sources[0].mesh
-    parts = np.zeros((len(sources) * len(targets), 2))
+    terms = np.zeros((len(sources) * len(targets), 2))
     for steps in steps_between(sources, targets):
         everything = 1 << len(mesh.axes)  # more than the bits of all axes
         keys = (steps.elements * len(ORDER) + steps.kinds) * everything + steps.axes
@@ -259,10 +259,10 @@ def parts_between(
             step_seconds = _step_seconds(ORDER[kind], axes, mesh, elements, element, world)
             in_memory.append(elements * element.bytes / world.device.memory_bytes_per_s)
             sending.append([*step_seconds, 0.0, 0.0, 0.0][:3])
-        parts[steps.pairs, 0] += np.array(in_memory)[which]
-        for seconds in np.array(sending).T:  # in the order in which `path_parts` adds them
-            parts[steps.pairs, 1] += seconds[which]
-    return parts.reshape(len(sources), len(targets), 2)
+        terms[steps.pairs, 0] += np.array(in_memory)[which]
+        for seconds in np.array(sending).T:  # in the order in which `path_terms` adds them
+            terms[steps.pairs, 1] += seconds[which]
+    return terms.reshape(len(sources), len(targets), 2)
 
 
 @lru_cache(maxsize=1 << 18)

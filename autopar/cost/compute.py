@@ -193,7 +193,7 @@ def node_seconds(
         if layout is not None
     )
     rule = _with_split_queries(rule, strategy)
-    flops, moved_bytes = float(rule.flops / strategy.parts), float(elements * dtype.itemsize)
+    flops, moved_bytes = float(rule.flops / strategy.ranks), float(elements * dtype.itemsize)
     if not rule.inside:
         return rule_seconds(rule, flops, moved_bytes, dtype, gradient, world.device)
     counts = _split_counts(rule, strategy)

@@ -25,7 +25,7 @@ from rich.table import Table
 from sympy import Expr, Integer, Symbol
 
 from autopar.cost.communication import SentCollective, sent, sent_collectives
-from autopar.cost.parts import times
+from autopar.cost.microbatches import times
 from autopar.cost.symbols import Names, meaning
 from autopar.errors import PlanError
 from autopar.ir.layout import Layout
@@ -168,7 +168,7 @@ class Formula:
 
     def _sums(self) -> str:
         values = self._values({})
-        mb = [float(part.subs(values)) / 1e6 for part in (self.forward, self.backward)]
+        mb = [float(term.subs(values)) / 1e6 for term in (self.forward, self.backward)]
         return f"{mb[0]:.3f} MB forward + {mb[1]:.3f} MB backward = {sum(mb):.3f} MB"
 
     def __str__(self) -> str:
@@ -201,11 +201,11 @@ def _divisor_text(expression: Expr) -> str:
     return str(expression) if expression.is_Symbol else f"({expression})"
 
 
-def _sum_text(parts: Iterable[Expr], order: list[Symbol]) -> str:
+def _sum_text(terms: Iterable[Expr], order: list[Symbol]) -> str:
     """Return a sum of products of sizes as text, with the terms of one denominator over it."""
     by_denominator: dict[Expr, Expr] = {}
-    for part in parts:
-        numerator, denominator = part.as_numer_denom()
+    for term in terms:
+        numerator, denominator = term.as_numer_denom()
         by_denominator[denominator] = by_denominator.get(denominator, Integer(0)) + numerator
     texts = []
     for denominator, numerator in by_denominator.items():
@@ -226,7 +226,7 @@ def _factors_text(expression: Expr, order: list[Symbol]) -> str:
         return (order.index(base) if in_order else len(order) if base.is_Add else -1), str(factor)
 
     if expression.is_Add:
-        return "(" + " + ".join(_factors_text(part, order) for part in expression.args) + ")"
+        return "(" + " + ".join(_factors_text(term, order) for term in expression.args) + ")"
     factors = sorted(sympy.Mul.make_args(expression), key=place)
     return "*".join(_factors_text(f, order) if f.is_Add else str(f) for f in factors)
 

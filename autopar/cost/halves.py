@@ -1,4 +1,4 @@
-"""What a backward that runs in two parts holds between them: of every product with a weight its
+"""What a backward that runs in two halves holds between them: of every product with a weight its
 other operands and the gradient of its result, as the gradient of the weight is made of these later
 (passes/overlap/split_backward.py).
 
@@ -76,8 +76,8 @@ class Holder:
             for name, (shape, dtype, device) in shapes.items():
                 if name not in self._by_name:
                     self._by_name[name] = torch.empty(shape, dtype=dtype, device=device)
-            made = (self._by_name[name] for name in shapes)
-            self.products.append(Product((*there, *made, gradient), size))
+            later = (self._by_name[name] for name in shapes)
+            self.products.append(Product((*there, *later, gradient), size))
 
         result.register_hook(arrived)
 
@@ -113,8 +113,8 @@ def _with_holds(
             for block in blocks:
                 inner = block.graph.find_nodes(op="placeholder")
                 pairs = list(zip(inner, node.args[2:], strict=True))
-                own = {place.name for place, given in pairs if given in alone}
-                own_trained = {place.name for place, given in pairs if given in trained}
+                own = {place.name for place, operand in pairs if operand in alone}
+                own_trained = {place.name for place, operand in pairs if operand in trained}
                 ordered = node.target is not recompute_in_backward  # by the places of its ops
                 _with_holds(block, own, own_trained, holder, True, ordered)
         elif alone.issuperset(inputs):
@@ -123,12 +123,12 @@ def _with_holds(
         elif not trained.isdisjoint(inputs) and not _at_once(node):
             others = [n for n in inputs if n not in alone]
             names = {f"{id(graph)} {n.name}": n for n in others}
-            made = {k: n for k, n in names.items() if in_block and n.op != "placeholder"}
-            kept = [n for name, n in names.items() if name not in made]
+            recomputable = {k: n for k, n in names.items() if in_block and n.op != "placeholder"}
+            passed = [n for name, n in names.items() if name not in recomputable]
             own_weights = [n for n in inputs if n in trained]
             before = graph.output_node() if at_end else node.next
             with graph.inserting_before(before):
-                graph.call_function(holder.hold, (node, kept, made, own_weights))
+                graph.call_function(holder.hold, (node, passed, recomputable, own_weights))
     module.recompile()
     return module
 

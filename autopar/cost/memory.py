@@ -128,11 +128,13 @@ def refusal(
     auto: bool,
     larger: str,
     outputs: Mapping[str, float],
+    divided: float = math.inf,
 ) -> PlanError:
     """Return the error for a user whose model does not fit. `again`: what runs again already, such
     as "every block recomputed". `auto`: the search chose that. `larger`: the smallest world in
     which it would fit, in words, such as "16 devices"; "" if unknown. `outputs`: the bytes of those
-    that every rank receives, by path.
+    that every rank receives, by path. `divided`: the bytes that a step of the smallest
+    micro-batches needs.
     """
     note = f", {again}," if again else ""
     large = {path: size for path, size in outputs.items() if size > _LARGE * memory.peak}
@@ -141,10 +143,11 @@ def refusal(
         f"outputs='sharded' (every rank receives all of {received})" if large else "",
         larger or ("" if large else "more devices"),
         "" if auto else 'recompute="auto"',
+        'microbatches="auto"' if divided <= limit else "",
         "a smaller batch",
     ]
     remedies += ["another layout"] if layout != "auto" else []
-    *first, last = [part for part in remedies if part]
+    *first, last = [remedy for remedy in remedies if remedy]
     advice = f"{', '.join(first)} or {last}"
     return PlanError(
         f"no plan fits {limit_text(limit, world)} on each of {world.ranks} devices: "

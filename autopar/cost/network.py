@@ -226,10 +226,10 @@ def _uplink(level: Level, block: int, below: int, inside: int, count: int) -> tu
     if not level.direct:
         ring = groups / rate if below < count else 0.0
         return ring, block * (count - below) / rate
-    parts, links = inside // below, level.ranks - 1  # traffic to other levels has links of its own
-    if parts == 1:
+    inner, links = inside // below, level.ranks - 1  # traffic to other levels has links of its own
+    if inner == 1:
         return 0.0, 0.0
-    return groups / (rate * (parts - 1) / links), block * below / (rate / links)
+    return groups / (rate * (inner - 1) / links), block * below / (rate / links)
 
 
 def _load_edge_by_edge(world: World, digits: Pattern) -> Load:

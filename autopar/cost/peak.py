@@ -29,9 +29,9 @@ from autopar._compat import TorchDispatchMode, pytree
 from autopar.cost.halves import Holder, with_holds
 from autopar.cost.memory import Optimizer, optimizer_bytes, step_bytes
 from autopar.cost.meta_kernels import META, run_on_meta
-from autopar.cost.parts import (
-    memory_of_parts,
-    part_count,
+from autopar.cost.microbatches import (
+    memory_of_microbatches,
+    microbatch_count,
     results_between,
     unreduced_bytes,
     with_gathered_weights,
@@ -187,17 +187,17 @@ def peak_and_saved(
         step = _Step(step_program, optimizer, on_gpu)
         step.run()
     waiting = unreduced_bytes(program)
-    passes = memory_of_parts(program, step.passes, waiting, step.weights)
+    passes = memory_of_microbatches(program, step.passes, waiting, step.weights)
     first, stepping = (with_results(program, m) for m in (step.passes, step.stepping))
     saved = step.saved - step.weights
     return MemoryOfStep(passes, first, stepping, saved, step.weights, waiting)
 
 
 class HalvesMemory(NamedTuple):
-    """What a rank holds of one micro-batch whose backward runs in two parts, in bytes besides
+    """What a rank holds of one micro-batch whose backward runs in two halves, in bytes besides
     parameters, gradients that wait between micro-batches (`unreduced`), the optimizer's states and
-    `results` of other micro-batches: at most while the forward, the `first` part and the `rest`
-    run; what is `carried` from the first part to the rest.
+    `results` of other micro-batches: at most while the forward, the `first` half and the `rest`
+    run; what is `carried` from the first half to the rest.
     """
 
     forward: float
@@ -219,9 +219,9 @@ def peak_of_halves(
     optimizer: Optimizer = "adamw",
     world: World | None = None,
 ) -> HalvesMemory:
-    """Return the memory of a micro-batch of an emitted program whose backward runs in two parts, of
-    which the first gives the gradients of what is `received`. So it holds operands and gradients of
-    every product with a weight until the rest runs (cost/halves.py says of which ops).
+    """Return the memory of a micro-batch of an emitted program whose backward runs in two halves,
+    of which the first gives the gradients of what is `received`. So it holds operands and gradients
+    of every product with a weight until the rest runs (cost/halves.py says of which ops).
     """
     assert program.plan is not None
     backend, on_gpu = "", False
@@ -320,7 +320,7 @@ class _Step:
             more = outputs[own:]
             own_lives = {id(life): life for life in map(self.recorder.note, more)}
             self.weights = float(sum(life.size for life in own_lives.values()))
-            if part_count(self.program) > 1 and isinstance(comm.simulator, _Shapes):
+            if microbatch_count(self.program) > 1 and isinstance(comm.simulator, _Shapes):
                 # of micro-batches the last alone sums, in place: see passes/overlap/accumulation.py
                 comm.simulator.sums_in_place = True
             self.recorder.run_backward(outputs[:own])
@@ -333,7 +333,7 @@ class _Step:
         self.passes, self.stepping = self._passes(), self._stepping()  # while tensors are there
 
     def run_halves(self, received: Sequence[str], unreduced: float) -> HalvesMemory:
-        """Return the memory of a forward and of a backward in two parts. `unreduced`: bytes of the
+        """Return the memory of a forward and of a backward in two halves. `unreduced`: bytes of the
         gradients of one micro-batch, as they wait for the others.
         """
         entries = self.program.signature.inputs
@@ -355,9 +355,9 @@ class _Step:
             roots = _roots_of_backward(outputs[:own])
             starts = [torch.ones_like(root) for root in roots]
             borders = [tensors[name] for name in received if tensors[name].requires_grad]
-            kept = outputs[own:]
+            saved_outputs = outputs[own:]
             del outputs
-            found = torch.autograd.grad(roots, borders, starts, allow_unused=True)
+            input_gradients = torch.autograd.grad(roots, borders, starts, allow_unused=True)
             first_end = self.recorder.moment
             del roots, starts
         sizes = {
@@ -369,20 +369,20 @@ class _Step:
         lives = [
             [id(self.recorder.note(x)) for x in products.tensors] for products in holder.products
         ]
-        del found, kept
+        del input_gradients, saved_outputs
         carried = float(sum(sizes.values()))
         whole = sum(products.gradient_bytes for products in holder.products)
         share = min(1.0, unreduced / whole) if whole and unreduced else 1.0
-        left, live, rest = (
+        left, waiting, rest = (
             Counter(key for own_lives in lives for key in own_lives),
             carried,
             carried,
         )
         for products, own_lives in zip(holder.products, lives, strict=True):
-            rest = max(rest, live + products.gradient_bytes)
-            live += products.gradient_bytes * share
+            rest = max(rest, waiting + products.gradient_bytes)
+            waiting += products.gradient_bytes * share
             left.subtract(own_lives)
-            live -= sum(sizes.pop(key, 0.0) for key in set(own_lives) if not left[key])
+            waiting -= sum(sizes.pop(key, 0.0) for key in set(own_lives) if not left[key])
 
         def highest_between(first: int, last: int) -> float:
             lifetimes = [
@@ -394,7 +394,7 @@ class _Step:
 
         forward = highest_between(0, forward_end)
         first = highest_between(forward_end + 1, first_end)
-        return HalvesMemory(forward, first, max(rest, live), carried, unreduced, 0.0)
+        return HalvesMemory(forward, first, max(rest, waiting), carried, unreduced, 0.0)
 
     def _local_tensor(self, entry: Input) -> Tensor:
         """Return the tensor of an input, in its local shape."""
@@ -427,14 +427,14 @@ class _Step:
         peak_moment, _ = highest(self.recorder.lifetimes)
         every = max(1, self.recorder.moment // most)
         states, step_extra = self._states()
-        found = []
+        moments = []
         for op in sorted({*range(0, self.recorder.moment + 1, every), peak_moment}):
             sizes = self._sizes(op)
-            found.append(Moment(op, optimizer=states, **sizes))
+            moments.append(Moment(op, optimizer=states, **sizes))
         end = self.recorder.moment + 1
         last = self._sizes(end)
         last["transient"] += step_extra
-        return [*found, Moment(end, optimizer=states, **last)]
+        return [*moments, Moment(end, optimizer=states, **last)]
 
     def _sizes(self, moment: int) -> dict[str, float]:
         """Return the bytes alive at a moment by kind, activations being what the forward leaves."""

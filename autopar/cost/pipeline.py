@@ -25,7 +25,7 @@ class StageSeconds(NamedTuple):
     """Seconds of one stage: of one micro-batch forward and backward, of what comes once at the end
     of a step (sums of gradients, the optimizer), of sending a border tensor to the next stage, of
     what comes once in the first forward (weights that are gathered once a step), and of a backward
-    that runs in two parts: for what the stage received (`inputs`), and for its `weights`.
+    that runs in two halves: for what the stage received (`inputs`), and for its `weights`.
 
     >>> StageSeconds(1.0, 2.0, inputs=1.0, weights=1.0).of(Action("W", 3, 0))
     1.0
@@ -41,7 +41,7 @@ class StageSeconds(NamedTuple):
 
     def recomputing(self, seconds: float) -> StageSeconds:
         """Return those of a stage whose backward takes so much longer, for what runs again in it:
-        in its first part, if that computes anything.
+        in its first half, if that computes anything.
         """
         if not self.inputs:
             return self._replace(backward=self.backward + seconds, weights=self.weights + seconds)

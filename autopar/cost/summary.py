@@ -21,7 +21,7 @@ from autopar._compat import pytree
 from autopar.cost.algorithms import algorithms, flat_algorithms
 from autopar.cost.communication import collective_cost, sent_collectives
 from autopar.cost.compute import node_seconds
-from autopar.cost.parts import optimizer_step, times
+from autopar.cost.microbatches import optimizer_step, times
 from autopar.cost.simulator import Timeline
 from autopar.ir.graph import block_name, every_node, numbered_block
 from autopar.ir.plan import Plan
@@ -52,8 +52,8 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
     recomputation = rematerialization_seconds(program, world, plan_collectives)
     unsplit = (*plan.unsplit, *_unknown_ops(program))
     seconds, bound = plan.seconds + recomputation, plan.bound
-    if plan.microbatches > 1:  # the gap is that of one part
-        seconds = _seconds_of_parts(program, world, plan_collectives)
+    if plan.microbatches > 1:  # the gap is that of one
+        seconds = _seconds_of_microbatches(program, world, plan_collectives)
         bound *= seconds / plan.seconds if plan.seconds else 1.0
     return dataclasses.replace(
         plan,
@@ -71,16 +71,16 @@ def summary_rows(program: Program, world: World, step: Timeline | None = None) -
     )
 
 
-def _seconds_of_parts(
+def _seconds_of_microbatches(
     program: Program, world: World, step_collectives: Sequence[Collective]
 ) -> float:
     """Return the seconds of a step in micro-batches, whose collectives are all of the step's."""
     plan = program.plan
     assert plan is not None
     each = zip(sent_collectives(program), step_collectives, times(program), strict=True)
-    sent_by_part = sum(c.seconds / count for sent, c, count in each if not sent.again)
+    sent_by_microbatch = sum(c.seconds / count for sent, c, count in each if not sent.again)
     optimizer = optimizer_step(program, world)
-    computing = max(0.0, plan.seconds - sent_by_part - optimizer)
+    computing = max(0.0, plan.seconds - sent_by_microbatch - optimizer)
     computing += sum(_again_seconds(program, world).values())
     communication = sum(collective.seconds for collective in step_collectives)
     return communication + optimizer + plan.microbatches * computing
@@ -242,7 +242,7 @@ def _rows(
     names += [name for name in by_chain if name not in names]
     count = 1 if program.plan is None else program.plan.microbatches
     seconds = {n: count * x for n, x in _compute_seconds(program, world).items()}
-    parts = {} if step is None else dict(step.by_chain)
+    unused = {} if step is None else dict(step.by_chain)
     members_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     totals: dict[tuple[str, str, str], list[list[float]]] = defaultdict(list)
     for name in names:
@@ -254,10 +254,10 @@ def _rows(
         )
         members_of[key].append(name)
         chain_seconds = sum(c.seconds for c in chain_collectives) + seconds.get(name, 0.0)
-        simulated = parts.pop(name, [0.0] * 3) if step is not None else []
+        simulated = unused.pop(name, [0.0] * 3) if step is not None else []
         totals[key].append([sum(c.bytes for c in chain_collectives), chain_seconds, *simulated])
-    if parts:
-        optimizer_columns = [sum(column) for column in zip(*parts.values(), strict=True)]
+    if unused:
+        optimizer_columns = [sum(column) for column in zip(*unused.values(), strict=True)]
         members_of["optimizer", "", "none"] = ["optimizer"]
         totals["optimizer", "", "none"] = [[0.0, optimizer_columns[0], *optimizer_columns]]
     return tuple(
@@ -335,8 +335,8 @@ def compute_seconds_by_node(program: Program, world: World) -> dict[str, float]:
     dtypes = {_source(n): _dtype(n) for n, _ in every_node(program.module) if _computes(n)}
     seconds: dict[str, float] = {}
     for name, choice in plan.choices.items():
-        parts = _part_count(plan, choice.splits, notes.specs[name].sizes)
-        strategy = Strategy((), choice.operands, choice.results, parts)
+        ranks = _rank_count(plan, choice.splits, notes.specs[name].sizes)
+        strategy = Strategy((), choice.operands, choice.results, ranks)
         gradient = (name, 0) in notes.gradient
         if name in dtypes:
             rule = notes.specs[name]
@@ -384,15 +384,15 @@ def _again_seconds(program: Program, world: World) -> dict[str, float]:
     total: dict[str, float] = defaultdict(float)
     for name in filter(plan.choices.__contains__, dtypes):  # in one order on every rank
         choice, rule = plan.choices[name], notes.specs[name]
-        parts = _part_count(plan, choice.splits, rule.sizes)
-        strategy = Strategy((), choice.operands, choice.results, parts)
+        ranks = _rank_count(plan, choice.splits, rule.sizes)
+        strategy = Strategy((), choice.operands, choice.results, ranks)
         total[chain_of[name]] += node_seconds(rule, strategy, dtypes[name], False, world)
     return total
 
 
-def _part_count(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
+def _rank_count(plan: Plan, splits: tuple[str, ...], factors: dict[str, int]) -> int:
     """Return among how many ranks a node's work is divided."""
-    parts = 1
+    ranks = 1
     for axis, split in zip(plan.mesh.axes, splits, strict=True):
-        parts *= axis.size if split in factors else 1
-    return parts
+        ranks *= axis.size if split in factors else 1
+    return ranks

@@ -60,10 +60,11 @@ def remember(
     reads: Sequence[object],
     make: Callable[[], T],
     value: Hashable = None,
+    most: int = _MOST_CACHED,
 ) -> T:
     """Return what `make` works out from a graph that no pass changes any more, from `reads` and
     from `value`: once for each of these objects and equal values. Results live as long as the
-    graph; a copy of it begins with none.
+    graph, the last `most` of a kind; a copy of the graph begins with none.
 
     >>> graph, sizes = fx.Graph(), [2, 3]
     >>> remember(graph, "sum", (sizes,), lambda: sum(sizes))
@@ -75,7 +76,7 @@ def remember(
     key = value, *map(id, reads)
     if key not in cached:
         cached[key] = tuple(reads), make()  # holding them keeps their ids from being reused
-        while len(cached) > _MOST_CACHED:
+        while len(cached) > most:
             del cached[next(iter(cached))]
     result: T = cached[key][1]
     return result
@@ -99,9 +100,9 @@ def chain_name(node: fx.Node) -> str:
     """Return the name of a node's subgraph: its module's path up to one step past the last layer
     number, or its first two steps; "(model)" for the model's own code.
     """
-    parts = [part for part in module_path(node).split(".") if part]
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[-1] + 2] if numbers else parts[:2]) or "(model)"
+    names = [name for name in module_path(node).split(".") if name]
+    numbers = [i for i, name in enumerate(names) if name.isdigit()]
+    return ".".join(names[: numbers[-1] + 2] if numbers else names[:2]) or "(model)"
 
 
 def numbered_block(path: str) -> Block | None:
@@ -110,10 +111,10 @@ def numbered_block(path: str) -> Block | None:
     >>> numbered_block("model.layers.3.mlp")
     ('model.layers', 3)
     """
-    parts = path.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[:index]), int(part)
+    names = path.split(".")
+    for index, name in enumerate(names):
+        if name.isdigit():
+            return ".".join(names[:index]), int(name)
     return None
 
 
@@ -277,9 +278,9 @@ def where(node: fx.Node) -> str:
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File")]
     line = lines[-1].split(", in ")[0] if lines else ""
     return " ".join(
-        part
-        for part in (node.name, f"in {path}" if path else "", f"({line})" if line else "")
-        if part
+        text
+        for text in (node.name, f"in {path}" if path else "", f"({line})" if line else "")
+        if text
     )
 
 

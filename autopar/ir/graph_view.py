@@ -1,6 +1,6 @@
 """Graphs as HTML: a part of a graph, its nodes as facts, and a page or a notebook that shows them.
 
-Example: part_of(module, "blocks.0") is the graph of the first block alone, whose inputs are the
+Example: excerpt(module, "blocks.0") is the graph of the first block alone, whose inputs are the
 values that enter it; `nodes_of` describes its nodes, `page` writes them as one HTML page for the
 commands `trace` and `graph`, and `notebook` is what `par.graph` shows as a cell's result.
 """
@@ -92,13 +92,13 @@ def first_block(module: fx.GraphModule) -> str:
     return next(iter(blocks(inline(module).graph.nodes)), ALL)
 
 
-def part_of(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
+def excerpt(module: fx.GraphModule, pattern: str) -> fx.GraphModule:
     """Return a graph of the nodes whose subgraph or module `pattern` names, and of the nodes that
     are called so; values that enter are inputs, values that leave are outputs. Blocks that run
     again are inlined. Raises PlanError where it names nothing.
 
     >>> net = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Tanh())
-    >>> [node.name for node in part_of(fx.symbolic_trace(net), "_1").graph.nodes]
+    >>> [node.name for node in excerpt(fx.symbolic_trace(net), "_1").graph.nodes]
     ['_0', '_1', 'output']
     """
     module = inline(module)
@@ -173,7 +173,7 @@ def page(title: str, facts: Sequence[tuple[str, str]], nodes: Sequence[GraphNode
     lines = "".join(f"<li>{html.escape(name)}: {html.escape(text)}</li>" for name, text in facts)
     names = {node.name for node in nodes}
     rows = [_row(node, names) for node in nodes]
-    parts = (
+    page_lines = (
         "<!doctype html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
         f"<style>{_PAGE_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{lines}</ul>",
@@ -181,7 +181,7 @@ def page(title: str, facts: Sequence[tuple[str, str]], nodes: Sequence[GraphNode
         _table(rows, (*_COLUMNS, "subgraph")),
         f"<script>{_SCRIPT}</script></body></html>",
     )
-    return "\n".join(parts) + "\n"
+    return "\n".join(page_lines) + "\n"
 
 
 def notebook(module: fx.GraphModule) -> str:

@@ -170,12 +170,12 @@ class Layout:
         )
 
     def __str__(self) -> str:
-        parts = [
+        states = [
             f"{a.name}:{s}"
             for a, s in zip(self.mesh.axes, self.states, strict=True)
             if s.kind != "I"
         ]
-        return " ".join(parts) if parts else "whole"
+        return " ".join(states) if states else "whole"
 
     def axes_of(self, kind: str) -> tuple[str, ...]:
         """Return the names of the axes whose state is of this kind."""

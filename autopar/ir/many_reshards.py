@@ -114,8 +114,8 @@ class _Rules:
 
     def local_sizes(self, layouts: Numbers) -> Numbers:
         """Return the elements of one rank's part in each layout."""
-        parts = np.where(self.shard[layouts], self.sizes, 1).prod(axis=1)
-        return np.asarray(self.total // parts)
+        shards = np.where(self.shard[layouts], self.sizes, 1).prod(axis=1)
+        return np.asarray(self.total // shards)
 
     def next_steps(self, before: Numbers, after: Numbers) -> tuple[Numbers, Numbers, Numbers]:
         """Return of each pair the kind of its next step, its axes as bits, and the layout after."""

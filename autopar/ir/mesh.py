@@ -70,10 +70,10 @@ class Mesh:
         """Return the mesh whose `str` is given, such as "data2.x2"; "" is the mesh of one rank.
         Raises WorldError for a text that is no mesh.
         """
-        parts = text.split(".") if text else []
-        matches = [_AXIS.fullmatch(part) for part in parts]
+        axes = text.split(".") if text else []
+        matches = [_AXIS.fullmatch(axis) for axis in axes]
         if not all(matches):
-            bad = next(part for part, match in zip(parts, matches, strict=True) if not match)
+            bad = next(axis for axis, match in zip(axes, matches, strict=True) if not match)
             raise WorldError(
                 f"mesh {text!r}: cannot read {bad!r}; write axes as name and size, 'data2.x4'"
             )
@@ -162,8 +162,8 @@ def group_name(mesh: str, axes: Sequence[str], digit: Within | None = None) -> s
     >>> group_name("data4.x2", ["data"], Within(2, 1))
     'autopar/data4.x2/data/2@1'
     """
-    part = f"/{digit.size}@{digit.stride}" if digit else ""
-    return f"autopar/{mesh}/{'.'.join(axes)}{part}"
+    suffix = f"/{digit.size}@{digit.stride}" if digit else ""
+    return f"autopar/{mesh}/{'.'.join(axes)}{suffix}"
 
 
 _GROUP = re.compile(r"autopar/([\w.]*)/([\w.]*)(?:/(\d+)@(\d+))?")

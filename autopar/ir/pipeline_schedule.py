@@ -3,7 +3,7 @@
     actions("1f1b", Pipeline(2), 4)    rank 0: F0 F1 B0 F2 B1 F3 B2 B3; rank 1: F0 B0 F1 B1 …
 
 A schedule has the forward (F) and the backward (B) of every stage for every micro-batch. Zero
-bubble schedules (arXiv 2401.10241) run a backward in two parts: the gradients of what the stage
+bubble schedules (arXiv 2401.10241) run a backward in two halves: the gradients of what the stage
 received (I), for which the stage before waits, and those of its weights (W), for which nobody does.
 They are torch's lists (torch.distributed.pipelining), but for one: in torch 2.13 that of 1F1B
 begins on the last rank with the second micro-batch. planner/pipelines.py and cost/pipeline.py read
@@ -12,6 +12,7 @@ them, and runtime/training/stages_run.py runs them.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Literal, NamedTuple
@@ -24,7 +25,7 @@ Kind = Literal["F", "B", "I", "W"]
 
 class Schedule(NamedTuple):
     """A schedule: `torch`'s name for it, the stages that a rank may have (`most_rounds` None: any
-    number), whether backwards run in two parts, and whether stages lie on ranks as a V.
+    number), whether backwards run in two halves, and whether stages lie on ranks as a V.
     """
 
     torch: str
@@ -91,15 +92,15 @@ class Action(NamedTuple):
 
     kind: Kind
     stage: int
-    part: int
+    microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.stage}.{self.part}"
+        return f"{self.kind}{self.stage}.{self.microbatch}"
 
     @property
     def result(self) -> Action:
         """The action as other stages know it, which are handed the same by a whole backward and by
-        its first part.
+        its first half.
 
         >>> str(Action("I", 1, 0).result)
         'B1.0'
@@ -114,18 +115,18 @@ class Action(NamedTuple):
         'B2.0'
         """
         if self.kind == "F":
-            return Action("F", self.stage - 1, self.part) if self.stage else None
+            return Action("F", self.stage - 1, self.microbatch) if self.stage else None
         last = self.kind == "W" or self.stage + 1 == stages
-        return None if last else Action("B", self.stage + 1, self.part)
+        return None if last else Action("B", self.stage + 1, self.microbatch)
 
     def after(self, stages: int) -> Action | None:
         """Return the action of another stage that needs a tensor of this one, as a `result`; None
         for none.
         """
         if self.kind == "F":
-            return Action("F", self.stage + 1, self.part) if self.stage + 1 < stages else None
+            return Action("F", self.stage + 1, self.microbatch) if self.stage + 1 < stages else None
         first = self.kind == "W" or not self.stage
-        return None if first else Action("B", self.stage - 1, self.part)
+        return None if first else Action("B", self.stage - 1, self.microbatch)
 
 
 def pipeline_of(schedule: str, ranks: int, rounds: int) -> Pipeline:
@@ -142,7 +143,7 @@ def pipeline_of(schedule: str, ranks: int, rounds: int) -> Pipeline:
 
 
 @cache
-def actions(schedule: str, pipeline: Pipeline, parts: int) -> tuple[tuple[Action, ...], ...]:
+def actions(schedule: str, pipeline: Pipeline, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """Return for every rank of a pipeline its actions in a step of so many micro-batches; one goes
     through the stages and back in every schedule. Raises PlanError where the schedule is not for
     these numbers.
@@ -151,21 +152,22 @@ def actions(schedule: str, pipeline: Pipeline, parts: int) -> tuple[tuple[Action
     ['F0.0 F0.1 B0.0 B0.1', 'F1.0 B1.0 F1.1 B1.1']
     """
     known, pipeline = SCHEDULES[schedule], pipeline_of(schedule, pipeline.ranks, pipeline.rounds)
-    if parts == 1:
+    if microbatches == 1:
         return _there_and_back(pipeline)
     if schedule == "1f1b":
         return tuple(
-            _one_forward_one_backward(pipeline.ranks, r, parts) for r in range(pipeline.ranks)
+            _one_forward_one_backward(pipeline.ranks, r, microbatches)
+            for r in range(pipeline.ranks)
         )
     try:
-        listed = pipeline_actions(known.torch, pipeline.ranks, pipeline.rounds, parts)
+        listed = pipeline_actions(known.torch, pipeline.ranks, pipeline.rounds, microbatches)
     except (ValueError, AssertionError) as error:
         raise PlanError(
             f"stages: torch's schedule {known.torch} is not for {pipeline.ranks} ranks of "
-            f"{pipeline.rounds} stages and {parts} micro-batches: {error}"
+            f"{pipeline.rounds} stages and {microbatches} micro-batches: {error}"
         ) from error
     own = tuple(tuple(Action(*each) for each in rank) for rank in listed)
-    _check(own, pipeline, parts)
+    _check(own, pipeline, microbatches)
     return own
 
 
@@ -179,34 +181,34 @@ def _there_and_back(pipeline: Pipeline) -> tuple[tuple[Action, ...], ...]:
     )
 
 
-def _one_forward_one_backward(ranks: int, rank: int, parts: int) -> tuple[Action, ...]:
+def _one_forward_one_backward(ranks: int, rank: int, microbatches: int) -> tuple[Action, ...]:
     """Return PipeDream-Flush's order (arXiv 2006.09503, section 3.1): a rank is as many forwards
     ahead of its backwards as there are ranks after it.
     """
-    ahead = min(ranks - 1 - rank, parts)
-    order = [Action("F", rank, part) for part in range(ahead)]
-    for part in range(parts - ahead):
-        order += [Action("F", rank, ahead + part), Action("B", rank, part)]
-    order += [Action("B", rank, part) for part in range(parts - ahead, parts)]
+    ahead = min(ranks - 1 - rank, microbatches)
+    order = [Action("F", rank, number) for number in range(ahead)]
+    for number in range(microbatches - ahead):
+        order += [Action("F", rank, ahead + number), Action("B", rank, number)]
+    order += [Action("B", rank, number) for number in range(microbatches - ahead, microbatches)]
     return tuple(order)
 
 
-def _check(actions: tuple[tuple[Action, ...], ...], pipeline: Pipeline, parts: int) -> None:
+def _check(actions: tuple[tuple[Action, ...], ...], pipeline: Pipeline, microbatches: int) -> None:
     """Assert that every stage has every micro-batch's forward and then its backward once, on its
-    rank: whole, or in its two parts.
+    rank: whole, or in halves.
     """
     for rank, own in enumerate(actions):
-        by_part: dict[tuple[int, int], str] = {}
+        by_microbatch: dict[tuple[int, int], str] = {}
         for action in own:
-            key = action.stage, action.part
-            by_part[key] = by_part.get(key, "") + action.kind
-        wanted = {(stage, part) for stage in pipeline.stages_of(rank) for part in range(parts)}
-        assert by_part.keys() == wanted, f"rank {rank} runs {own}"
-        assert {*by_part.values()} <= {"FB", "FIW"}, f"rank {rank} runs {own}"
+            key = action.stage, action.microbatch
+            by_microbatch[key] = by_microbatch.get(key, "") + action.kind
+        wanted = {*itertools.product(pipeline.stages_of(rank), range(microbatches))}
+        assert by_microbatch.keys() == wanted, f"rank {rank} runs {own}"
+        assert {*by_microbatch.values()} <= {"FB", "FIW"}, f"rank {rank} runs {own}"
 
 
 def runs_in_halves(schedule: Iterable[Iterable[Action]]) -> bool:
-    """Whether the actions have a backward in two parts; of one micro-batch none has.
+    """Whether the actions have a backward in two halves; of one micro-batch none has.
 
     >>> runs_in_halves(actions("zero-bubble", Pipeline(2), 4))
     True
@@ -221,9 +223,9 @@ def most_in_flight(own: tuple[Action, ...], stage: int) -> int:
     >>> [most_in_flight(own, r) for r, own in enumerate(actions("1f1b", Pipeline(4), 8))]
     [4, 3, 2, 1]
     """
-    held = most = 0
+    in_flight = most = 0
     for action in own:
         if action.stage == stage and action.kind != "W":
-            held += 1 if action.kind == "F" else -1
-            most = max(most, held)
+            in_flight += 1 if action.kind == "F" else -1
+            most = max(most, in_flight)
     return most

@@ -79,10 +79,10 @@ class Decision:
     rerun: tuple[str, ...] = ()  # blocks whose cheap ops run again in the backward
     reduce_dtype: torch.dtype | None = None  # in which parameters' gradients are summed
     replicated_outputs: bool = False  # every rank returns all of every output, not its own part
-    microbatches: int = 1  # parts of a step, one after the other; the graph is that of one
-    sums_once: bool = True  # ranks sum every gradient once a step, not once a part
-    gathers_once: bool = False  # ranks gather every weight once a step, not once a part
-    interleaved: bool = False  # two parts run in turns, so that one computes as the other sends
+    microbatches: int = 1  # of a step, one after the other; the graph is that of one
+    sums_once: bool = True  # ranks sum every gradient once a step, not once a micro-batch
+    gathers_once: bool = False  # ranks gather every weight once a step, not once a micro-batch
+    interleaved: bool = False  # micro-batches run in pairs: one computes as the other sends
     # the block that each stage of a pipeline but the first begins with; none without stages
     stage_starts: tuple[str, ...] = ()
     schedule: str = ""  # of a pipeline: a name of ir.pipeline_schedule.SCHEDULES
@@ -110,7 +110,7 @@ class Figures:
     meshes: tuple[tuple[str, float], ...] = ()
     # seconds of a step with communication under computation, where it was chosen to run so
     overlapped: float | None = None
-    memory: Memory | None = None  # the parts of the peak, known after the rewrite
+    memory: Memory | None = None  # the terms of the peak, known after the rewrite
     rows: tuple[Row, ...] = ()
     collectives: tuple[Collective, ...] = ()
     # axes of the process groups in the graph, known after the rewrite: "x", "data.x"

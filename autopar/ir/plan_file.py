@@ -94,7 +94,7 @@ PLAN = json_file.Kind(
     PlanError,
     VERSION,
     "plan again",
-    parts={"world": WorldError},
+    errors_inside={"world": WorldError},
     renewed=_with_world_of_today,
 )
 _MOST_AXES = 4  # of a mesh

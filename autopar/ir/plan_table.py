@@ -96,7 +96,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank at the peak of a training step: the parts add up to `peak`.
+    """Bytes on one rank at the peak of a training step: the fields add up to `peak`.
 
     `parameters`: with buffers and constants. `gradients`: those of parameters that are live at the
     peak. `activations`: saved activations that the backward has yet to use, gathered weights among
@@ -122,10 +122,10 @@ class Memory:
     def __str__(self) -> str:
         unit, size = byte_unit(self.peak)
         names = ("parameters", "gradients", "optimizer", "activations", "transient", "in_flight")
-        parts = ", ".join(
+        terms = ", ".join(
             f"{name.replace('_', ' ')} {getattr(self, name) / size:,.2f}" for name in names
         )
-        return f"{self.peak / size:,.2f} {unit} ({parts})"
+        return f"{self.peak / size:,.2f} {unit} ({terms})"
 
 
 def summed_rows(rows: Sequence[Row]) -> Row:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from autopar.ir.plan import Plan
 
 _WIDTH = 118  # columns of a table that goes to no terminal
-# The parts of a step that overlaps, with headings that are short to leave room for collectives.
+# The terms of a step that overlaps, with headings that are short to leave room for collectives.
 _STEP_PARTS = {
     "computation": "compute",
     "communication": "comm.",
@@ -73,7 +73,7 @@ def table(plan: Plan) -> PrintedTable:
     lines.caption = "\n".join(
         [
             legend,
-            *_parts(plan),
+            *_step_terms(plan),
             *_gap(plan),
             *(f"not split: {escape(reason)}" for reason in plan.unsplit),
             *(escape(f"{what} again in the backward: {names}") for names, what in plan.dropped),
@@ -94,22 +94,22 @@ def _cells(plan: Plan, row: Row) -> list[str]:
     seconds: list[float] = [row.seconds]
     if plan.overlapped is not None:
         seconds = [getattr(row, name) or 0.0 for name in _STEP_PARTS]
-    numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{part * 1e3:.2f}" for part in seconds)]
+    numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{x * 1e3:.2f}" for x in seconds)]
     return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
 
 
-def _parts(plan: Plan) -> list[str]:
-    """Return the line on the parts of the overlapped step, if the step overlaps."""
+def _step_terms(plan: Plan) -> list[str]:
+    """Return the line on the terms of the overlapped step, if the step overlaps."""
     if plan.overlapped is None:
         return []
     if plan.stage_starts:
         return ["the lines are of all stages together; a rank sends and computes those of its own"]
     total = summed_rows(plan.rows)
-    parts = [
+    terms = [
         f"{_STEP_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
         for name in ("computation", "exposed")
     ]
-    step = f"{' + '.join(parts)} = {plan.overlapped * 1e3:.2f} ms a step"
+    step = f"{' + '.join(terms)} = {plan.overlapped * 1e3:.2f} ms a step"
     return [f"MB: sent by a rank; {step}"]
 
 
@@ -170,13 +170,13 @@ def summary(plan: Plan) -> str:
         hidden, exposed = format_seconds(total.hidden), format_seconds(total.exposed or 0.0)
         lines.insert(4, ("hides", f"{hidden} of communication; {exposed} is exposed"))
     if plan.microbatches > 1:
-        lines.append(("parts", parts_text(plan)))
+        lines.append(("batches", microbatches_text(plan)))
     lines += [("gap", line.removeprefix("gap: ")) for line in _gap(plan)]
     lines += [("again", f"{what} in the backward: {names}") for names, what in plan.dropped]
     return "\n".join(["Plan", *(f"  {name:7} {text}" for name, text in lines[:9])])
 
 
-def parts_text(plan: Plan) -> str:
+def microbatches_text(plan: Plan) -> str:
     """Return in how many micro-batches a step runs, and when ranks sum gradients, in words."""
     when = "once a step" if plan.sums_once else "once a step, but for scattered ones in each"
     turns = ", two in turns" if plan.interleaved else ""

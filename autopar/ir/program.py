@@ -171,14 +171,14 @@ class Counting:
 
     `share`: of the seconds of weights' collectives, as these can hide under computation. `sums`: of
     the bytes of weights' gradients, `gathers`: of the bytes of gathered weights, as micro-batches
-    sum and gather them once; `parts`: how many of these a step has. `again`: weights that are
-    assumed to be gathered again in the backward, in the search for a plan that saves little.
+    sum and gather them once; `microbatches`: how many of these a step has. `again`: weights that
+    are assumed to be gathered again in the backward, in the search for a plan that saves little.
     """
 
     share: float = 1.0
     sums: float = 1.0
     gathers: float = 1.0
-    parts: int = 1
+    microbatches: int = 1
     again: frozenset[Value] = frozenset()
 
 

@@ -195,7 +195,7 @@ def rule_builder(
         operands, results, sizes = line.fitted(node)
         roles = None
         if product:
-            m, n, k = (_factors_in(part, sizes) for part in product.split("|"))
+            m, n, k = (_factors_in(text, sizes) for text in product.split("|"))
             roles = (m, n, k)
         return OpShardingRule(
             operands,
@@ -223,8 +223,8 @@ class Pattern:
     def __init__(self, target: Any, text: str) -> None:
         self.target, self.text = target, text
         left, right = text.split("->")
-        self.operands = [_parse_dims(part) for part in left.split(",")]
-        self.results = [_parse_dims(part) for part in right.split(",")]
+        self.operands = [_parse_dims(dims) for dims in left.split(",")]
+        self.results = [_parse_dims(dims) for dims in right.split(",")]
 
     def fitted(self, node: fx.Node) -> Fitted:
         """Return the factors of a node's operands and results, and the factors' sizes. Raises

@@ -224,20 +224,20 @@ def _node_line(node: fx.Node, shapes: bool) -> str:
 def _note(node: fx.Node, shapes: bool) -> str:
     """Return what stands behind a node: its layout, with `shapes` its dtype and shapes, too."""
     layout, value = node.meta.get("layout"), node.meta.get("val")
-    parts = []
+    facts = []
     if shapes:
         dtype = value.dtype if isinstance(value, torch.Tensor) else node.meta.get("dtype")
         if dtype is not None:
-            parts.append(str(dtype).removeprefix("torch."))
+            facts.append(str(dtype).removeprefix("torch."))
         if isinstance(layout, Layout):
-            parts.append(part_text(layout.local_shape, layout.shape))
+            facts.append(part_text(layout.local_shape, layout.shape))
         elif isinstance(value, torch.Tensor):
-            parts.append(size_text(tuple(value.shape)))
+            facts.append(size_text(tuple(value.shape)))
         if _issues(node):
-            parts.append(f"{max(map(_bytes, (node, *node.all_input_nodes))):,} bytes")
+            facts.append(f"{max(map(_bytes, (node, *node.all_input_nodes))):,} bytes")
     if layout is not None:
-        parts.append(str(layout))
-    return f"   # {' '.join(parts)}" if parts else ""
+        facts.append(str(layout))
+    return f"   # {' '.join(facts)}" if facts else ""
 
 
 def communicates(node: fx.Node) -> bool:

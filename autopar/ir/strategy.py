@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,13 +56,16 @@ class Strategy:
     choices: tuple[AxisChoice, ...]
     operands: tuple[Layout | None, ...]
     results: tuple[Layout, ...]
-    parts: int  # ranks among which the work is divided
+    ranks: int  # ranks among which the work is divided
 
     @property
     def slots(self) -> tuple[Slot | None, ...]:
         """The slot that each axis splits; None for an axis that splits nothing."""
         return tuple(choice if isinstance(choice, Slot) else None for choice in self.choices)
 
+
+# the orders to try of the axes on a slot, given in the order of the mesh; None: all of them
+AxisOrders = Callable[[Slot, tuple[str, ...]], Iterable[tuple[str, ...]]] | None
 
 _ALL_ORDERS = 2  # on more axes than this, axes that share an atom keep the order of the mesh
 
@@ -79,29 +82,28 @@ def strategies(
     joint: Iterable[tuple[AxisChoice, ...]],
     may_idle: bool,
     all_orders: bool = False,
+    axis_orders: AxisOrders = None,
 ) -> list[Strategy]:
     """Return every legal strategy of a node on a mesh, in a fixed order.
 
     `joint` lists the joint choices of the axes, one each (see `axis_choices`). Unless `may_idle`,
     no matmul is replicated over an axis that could split it. `all_orders`: axes that share an atom
-    come in every order; else only on meshes of up to two axes.
+    come in every order; else only on meshes of up to two axes. `axis_orders`: those of a slot, in
+    place of all.
     """
     legal: list[Strategy] = []
     few_axes = len(mesh.axes) <= _ALL_ORDERS
     for choices in joint:
-        axes_by_slot = _axes_by_slot(choices, mesh)
-        if not _digits_fit(axes_by_slot, factors, mesh):
+        taken = axes_by_slot(choices, mesh)
+        if not _digits_fit(taken, factors, mesh):
             continue
-        if (
-            rule.product
-            and not may_idle
-            and _is_wasteful(rule, choices, axes_by_slot, factors, mesh)
-        ):
+        if rule.product and not may_idle and _is_wasteful(rule, choices, taken, factors, mesh):
             continue
-        parts = math.prod(
+        ranks = math.prod(
             a.size for a, c in zip(mesh.axes, choices, strict=True) if isinstance(c, Slot)
         )
-        for order in _axis_orders(axes_by_slot) if all_orders or few_axes else (axes_by_slot,):
+        every_order = all_orders or few_axes
+        for order in _axis_orders(taken, axis_orders) if every_order else (taken,):
             operands = tuple(
                 None
                 if dims is None or shape is None
@@ -112,7 +114,7 @@ def strategies(
                 _result_layout(rule, dims, shape, choices, order, factors, mesh)
                 for dims, shape in zip(rule.results, result_shapes, strict=True)
             )
-            legal.append(Strategy(choices, operands, results, parts))
+            legal.append(Strategy(choices, operands, results, ranks))
     return legal
 
 
@@ -178,13 +180,13 @@ def _choices_of_axis(
 Taken = dict[Slot, tuple[str, ...]]  # the axes on each slot, outer digit first
 
 
-def _axes_by_slot(choices: Sequence[AxisChoice], mesh: Mesh) -> Taken:
+def axes_by_slot(choices: Sequence[AxisChoice], mesh: Mesh) -> Taken:
     """Return the axes on each slot, in the order of the mesh."""
-    axes_by_slot: dict[Slot, tuple[str, ...]] = {}
+    taken: dict[Slot, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axes, choices, strict=True):
         if isinstance(choice, Slot):
-            axes_by_slot[choice] = (*axes_by_slot.get(choice, ()), axis.name)
-    return axes_by_slot
+            taken[choice] = (*taken.get(choice, ()), axis.name)
+    return taken
 
 
 def _digits_fit(taken: Taken, factors: Atoms, mesh: Mesh) -> bool:
@@ -195,10 +197,11 @@ def _digits_fit(taken: Taken, factors: Atoms, mesh: Mesh) -> bool:
     )
 
 
-def _axis_orders(taken: Taken) -> Iterator[Taken]:
-    """Yield every order of the axes that share an atom."""
+def _axis_orders(taken: Taken, axis_orders: AxisOrders = None) -> Iterator[Taken]:
+    """Yield every order of the axes that share an atom, or each of `axis_orders`."""
     slots = list(taken)
-    for arrangement in itertools.product(*(itertools.permutations(taken[slot]) for slot in slots)):
+    orders_of = axis_orders or (lambda _, axes: itertools.permutations(axes))
+    for arrangement in itertools.product(*(orders_of(slot, taken[slot]) for slot in slots)):
         yield dict(zip(slots, arrangement, strict=True))
 
 
@@ -295,9 +298,11 @@ def placements(
     mesh: Mesh,
     unsplit: State = I,
     joint: Iterable[tuple[AxisChoice, ...]] | None = None,
+    axis_orders: AxisOrders = None,
 ) -> list[Layout]:
     """Return every layout of a tensor in which each axis is `unsplit` (I or R) or holds a digit.
     `joint`: only layouts of these joint choices, whose slots are named by the number of their dim.
+    `axis_orders`: those of the axes on a slot, in place of all.
     """
     slots: Atoms = {str(dim): atoms for dim, atoms in enumerate(dims)}
     dim_names: Dims = tuple((str(dim),) for dim in range(len(dims)))
@@ -313,11 +318,11 @@ def placements(
     rule = OpShardingRule((dim_names,), (), dict.fromkeys(slots, 0))
     layouts: list[Layout] = []
     for choices in itertools.product(*per_axis) if joint is None else joint:
-        axes_by_slot = _axes_by_slot(choices, mesh)
-        if _digits_fit(axes_by_slot, slots, mesh):
+        taken = axes_by_slot(choices, mesh)
+        if _digits_fit(taken, slots, mesh):
             layouts.extend(
                 _operand_layout(rule, 0, dim_names, shape, choices, order, slots, mesh)
-                for order in _axis_orders(axes_by_slot)
+                for order in _axis_orders(taken, axis_orders)
             )
     return layouts
 

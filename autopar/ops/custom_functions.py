@@ -182,19 +182,19 @@ def is_inner(filename: str) -> bool:
 # -- calling as an op ------------------------------------------------------------------------------
 def _call_as_op(function: type[Function], args: tuple[Any, ...], place: Place) -> Any:
     """Return what the function would, by its op; a run on fake tensors first finds the results."""
-    leaves, spec = pytree.tree_flatten(args)
+    leaves, structure = pytree.tree_flatten(args)
     places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     tensors = [leaves[i] for i in places]
     fixed = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
     with run_as_they_are():
-        returned = _try_on_fakes(function, spec, fixed, places, tensors, place)
+        returned = _try_on_fakes(function, structure, fixed, places, tensors, place)
     single = not isinstance(returned, tuple)
     values = (returned,) if single else returned
     results = tuple(i for i, value in enumerate(values) if isinstance(value, torch.Tensor))
     constants = tuple(None if i in results else value for i, value in enumerate(values))
     if not results:
         raise place.refuse(_reason(function, "returns no tensor"), _ADVICE)
-    signature = Signature(function, spec, fixed, places, constants, results, single)
+    signature = Signature(function, structure, fixed, places, constants, results, single)
     op_results = _op_of(signature)(*tensors)
     outputs = [op_results] if len(results) == 1 else op_results
     no_gradient = [not values[i].requires_grad for i in results]  # as ctx marked them

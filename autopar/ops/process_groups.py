@@ -281,7 +281,7 @@ def explain(error: RuntimeError, collective: str = "") -> NoReturn:
     if heartbeat is None:
         raise error
     site = _failing_node(error)
-    where = " in ".join(part for part in (collective, site) if part) or "a collective"
+    where = " in ".join(text for text in (collective, site) if text) or "a collective"
     try:
         ranks_at_fault = _blame(heartbeat, error)
     except RuntimeError:  # the store is gone

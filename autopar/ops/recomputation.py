@@ -46,11 +46,11 @@ def regather_in_backward(block: fx.GraphModule, fetching: int, *inputs: Any) -> 
     """
     if torch.compiler.is_compiling():  # there the partitioner does it, by checkpoint's tags
         return checkpoint(block, *inputs, use_reentrant=False, context_fn=_save_matmuls)
-    parts = _parts_of(block, fetching)
-    stored = [inputs[place] for place in parts.needs]
-    weights = parts.fetch(*stored)
-    with _DropAndRefetch(lambda: parts.fetch(*stored), weights):
-        return parts.rest(*inputs, *weights)
+    split = _split_of(block, fetching)
+    stored = [inputs[place] for place in split.needs]
+    weights = split.fetch(*stored)
+    with _DropAndRefetch(lambda: split.fetch(*stored), weights):
+        return split.rest(*inputs, *weights)
 
 
 def rerun_in_backward(block: fx.GraphModule, cheap: int, *inputs: Any) -> Any:
@@ -62,13 +62,13 @@ def rerun_in_backward(block: fx.GraphModule, cheap: int, *inputs: Any) -> Any:
     """
     if torch.compiler.is_compiling():  # there the partitioner does it, by checkpoint's tags
         return checkpoint(block, *inputs, use_reentrant=False, context_fn=_save_matmuls)
-    parts = _parts_of(block, cheap, keep_all=True)
-    values = [inputs[place] for place in parts.needs]
-    rerun = _Rerun(lambda: parts.fetch(*values))  # knows no hooks: a cycle would keep what it holds
+    split = _split_of(block, cheap, keep_all=True)
+    values = [inputs[place] for place in split.needs]
+    rerun = _Rerun(lambda: split.fetch(*values))  # knows no hooks: a cycle would keep what it holds
     with saved_tensors_hooks(rerun.pack, rerun.unpack):
-        made = parts.fetch(*values)
-        results = parts.rest(*inputs, *made)
-    rerun.drop(made, values)
+        results_of_cheap = split.fetch(*values)
+        results = split.rest(*inputs, *results_of_cheap)
+    rerun.drop(results_of_cheap, values)
     return results
 
 
@@ -157,7 +157,7 @@ class _DropAndRefetch(saved_tensors_hooks):
 CALLS = (recompute_in_backward, regather_in_backward, rerun_in_backward)
 
 
-class _Parts(NamedTuple):
+class _SplitBlock(NamedTuple):
     """A block in two graphs. `fetch` takes the block's inputs at the places `needs` and returns
     what `rest` uses of it; `rest` takes all inputs of the block, then these results.
     """
@@ -167,17 +167,17 @@ class _Parts(NamedTuple):
     rest: fx.GraphModule
 
 
-def _parts_of(block: fx.GraphModule, fetching: int, keep_all: bool = False) -> _Parts:
-    """Return the block's two parts, which are cached in the block. `keep_all`: all tensors that the
-    first one makes are among its results, but for those of reshards that it alone uses.
+def _split_of(block: fx.GraphModule, fetching: int, keep_all: bool = False) -> _SplitBlock:
+    """Return the block split in two, cached in the block. `keep_all`: all tensors that the first
+    one makes are among its results, but for those of reshards that it alone uses.
     """
-    parts: _Parts | None = block.__dict__.get("_autopar_parts")
-    if parts is None:
-        parts = block.__dict__["_autopar_parts"] = _split_block(block, fetching, keep_all)
-    return parts
+    split: _SplitBlock | None = block.__dict__.get("_autopar_split")
+    if split is None:
+        split = block.__dict__["_autopar_split"] = _split_block(block, fetching, keep_all)
+    return split
 
 
-def _split_block(block: fx.GraphModule, fetching: int, keep_all: bool) -> _Parts:
+def _split_block(block: fx.GraphModule, fetching: int, keep_all: bool) -> _SplitBlock:
     """Split a block after its first `fetching` calls."""
     inputs = [n for n in block.graph.nodes if n.op == "placeholder"]
     calls = [n for n in block.graph.nodes if n.op == "call_function"]
@@ -192,7 +192,7 @@ def _split_block(block: fx.GraphModule, fetching: int, keep_all: bool) -> _Parts
     ]
     fetch = _graph_of([inputs[place] for place in needs], fetching_calls, tuple(fetched))
     outputs = block.graph.output_node().args[0]
-    return _Parts(fetch, needs, _graph_of([*inputs, *fetched], calls[fetching:], outputs))
+    return _SplitBlock(fetch, needs, _graph_of([*inputs, *fetched], calls[fetching:], outputs))
 
 
 def _graph_of(inputs: Iterable[fx.Node], calls: Iterable[fx.Node], outputs: Any) -> fx.GraphModule:

@@ -121,11 +121,11 @@ def reduced_in(program: Program, dtype: torch.dtype | None) -> Program:
 
 
 def count_microbatch(program: Program, count: int, sums: float, gathers: float) -> Program:
-    """Return the annotated program as one of so many parts of a step, in which a search counts
-    these shares of the sums of weights' gradients and of the gathers of weights, as they come once
-    in a step.
+    """Return the annotated program as one of so many micro-batches of a step, in which a search
+    counts these shares of the sums of weights' gradients and of the gathers of weights, as they
+    come once in a step.
     """
-    counting = dataclasses.replace(program.counting, sums=sums, gathers=gathers, parts=count)
+    counting = dataclasses.replace(program.counting, sums=sums, gathers=gathers, microbatches=count)
     return dataclasses.replace(program, counting=counting)
 
 
@@ -251,7 +251,7 @@ class _Refinement:
         self.parent: list[int] = []
         self.size: list[int] = []
         self.opaque: list[bool] = []
-        self.parts: list[tuple[int, ...] | None] = []
+        self.cut_into: list[tuple[int, ...] | None] = []
         self.values: dict[Value, tuple[int, ...]] = {}
         self.factors: dict[str, dict[str, int]] = {}
 
@@ -260,7 +260,7 @@ class _Refinement:
         self.parent.append(len(self.parent))
         self.size.append(size)
         self.opaque.append(opaque)
-        self.parts.append(None)
+        self.cut_into.append(None)
         return len(self.parent) - 1
 
     def root(self, leaf: int) -> int:
@@ -278,11 +278,11 @@ class _Refinement:
         stack = list(leaves)[::-1]
         while stack:
             leaf = self.root(stack.pop())
-            parts = self.parts[leaf]
-            if parts is None:
+            cut_into = self.cut_into[leaf]
+            if cut_into is None:
                 uncut.append(leaf)
             else:
-                stack.extend(reversed(parts))
+                stack.extend(reversed(cut_into))
         return [leaf for leaf in uncut if self.size[leaf] > 1]
 
     def atoms(self, leaf: int) -> tuple[Atom, ...]:
@@ -318,7 +318,8 @@ class _Refinement:
     def cut(self, leaf: int, outer: int) -> None:
         """Cut a leaf into an outer one of this size and an inner one."""
         opaque = self.opaque[leaf]
-        self.parts[leaf] = (self.leaf(outer, opaque), self.leaf(self.size[leaf] // outer, opaque))
+        inner = self.size[leaf] // outer
+        self.cut_into[leaf] = (self.leaf(outer, opaque), self.leaf(inner, opaque))
 
 
 def _enter(node: fx.Node, rule: OpShardingRule | None, refined: _Refinement) -> None:

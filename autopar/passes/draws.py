@@ -150,8 +150,8 @@ class _Draw:
         dtype, size = dtype or self.value.dtype, list(self.size if size is None else size)
         if not dtype.is_complex:
             return self._drawn(target, (size,), dtype)
-        parts = (self._drawn(target, (size,), dtype.to_real()) for _ in range(2))
-        return self.call(aten.complex.default, *parts)
+        pair = (self._drawn(target, (size,), dtype.to_real()) for _ in range(2))
+        return self.call(aten.complex.default, *pair)
 
     def integers(self, low: int, high: int) -> fx.Node:
         """Add whole numbers from `low` to below `high`."""

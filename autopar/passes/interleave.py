@@ -2,14 +2,15 @@
 
     all_reduce(mm(x, w)), all_reduce(mm(x_2, w))    the products and sums of both, alternating
 
-The parts share what depends on stored tensors alone, such as gathered weights, so weights are
-gathered and their gradients summed once for both. All else is there twice. The order within the
-graph alternates; the schedule of the derived graphs moves collectives under the other part's
+The micro-batches share what depends on stored tensors alone, such as gathered weights, so weights
+are gathered and their gradients summed once for both. All else is there twice. The order within the
+graph alternates; the schedule of the derived graphs moves collectives under the other micro-batch's
 products (overlap/schedule.py). What it gains is modelled by `python -m
 benchmarks.model.interleaved`.
 
-An emitted program of one part enters, that of two leaves: after its own placeholders those of the
-second part, after its own results the second part's. runtime/apply.py asks where a plan says so.
+An emitted program of one micro-batch enters, that of two leaves: after its own placeholders those
+of the second micro-batch, after its own results the second micro-batch's. runtime/apply.py asks
+where a plan says so.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from autopar.ir.program import Input, Program
 _SECOND = "{}_2"
 
 
-def interleave_parts(program: Program) -> Program:
-    """Return the program of two parts of an emitted program of one. Inputs of the second part have
-    the names of the first's with "_2" after them.
+def interleave_microbatches(program: Program) -> Program:
+    """Return the program of two micro-batches of an emitted program of one. Inputs of the second
+    micro-batch have the names of the first's with "_2" after them.
     """
     shared = stored_nodes(program)
     graph = fx.Graph()
@@ -55,7 +56,7 @@ def interleave_parts(program: Program) -> Program:
 
 
 def is_own(entry: Input) -> bool:
-    """Whether each part has its own value of an input: the user's, and seeds."""
+    """Whether each micro-batch has its own value of an input: the user's, and seeds."""
     return entry.kind in ("user", "seed")
 
 

@@ -308,7 +308,7 @@ class _Reader:
         shape = shape_of(value_of(source))
         if len(indices) != len(shape) or any(i is None for i in indices):
             return None
-        found: list[int] = []
+        dims_read: list[int] = []
         for index, size in zip(indices, shape, strict=True):
             value = self._constant(index)
             own = dims[len(dims) - _rank(index) :]
@@ -317,10 +317,10 @@ class _Reader:
                 return None
             if not torch.equal(value.flatten(), torch.arange(size, dtype=value.dtype)):
                 return None
-            free = [d for d in (_BATCH, *dims[::-1]) if d not in found]
-            found.append(varies[0] if varies else free[0])
-        ascending = found == sorted(found) and len(set(found)) == len(found)
-        return (source, tuple(found)) if ascending else None
+            free = [d for d in (_BATCH, *dims[::-1]) if d not in dims_read]
+            dims_read.append(varies[0] if varies else free[0])
+        ascending = dims_read == sorted(dims_read) and len(set(dims_read)) == len(dims_read)
+        return (source, tuple(dims_read)) if ascending else None
 
     def _constant(self, node: fx.Node) -> Tensor | None:
         """Return the value of a node that depends on no input, where it is no larger than vectors

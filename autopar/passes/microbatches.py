@@ -1,20 +1,21 @@
-"""Micro-batches: a step of the whole batch as k equal parts, one after the other.
+"""Micro-batches: a step as k equal parts of the batch, one after the other.
 
-    loss = cross_entropy(logits, y)                     the mean over the tokens that count
-    part = cross_entropy(logits, y, "sum") / total_0    in each part; total_0: of the whole batch
+    loss = cross_entropy(logits, y)                       the mean over the tokens that count
+    loss = cross_entropy(logits, y, "sum") / total_0      in a micro-batch; total_0: of the batch
 
-A part is a mesh axis in time. What the batch reaches is rows (of each part its own), a sum over
-the parts, or, where no parameter is in it, a total that is taken over the whole batch before the
-first part runs (`totals`). Else parts are independent: a value that one part would need of another
-is refused, with the node. What a mean over all rows gives is divided by k; a value that is the same
-in all parts and is added to a sum, such as a penalty on weights, is too.
+A micro-batch is a mesh axis in time. What the batch reaches is rows (of each micro-batch its own),
+a sum over the micro-batches, or, where no parameter is in it, a total that is taken over the whole
+batch before the first micro-batch runs (`totals`). Else micro-batches are independent: a value that
+one micro-batch would need of another is refused, with the node. What a mean over all rows gives is
+divided by k; a value that is the same in all micro-batches and is added to a sum, such as a penalty
+on weights, is too.
 
 A number that the model takes from the size of its batch, as in `loss / x.shape[0]`, is that of the
 whole batch: both are traced, and compared node by node.
 
-The program of one part enters, traced on a k-th of the rows, and that of the whole batch with its
-annotations; the first leaves, changed as above, with its `Parts`. planner/tracing.py runs it;
-runtime/training/parts_run.py runs the parts.
+The program of one micro-batch enters, traced on a k-th of the rows, and that of the whole batch
+with its annotations; the first leaves, changed as above, with its `Microbatches`.
+planner/tracing.py runs it; runtime/training/microbatches_run.py runs the micro-batches.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from autopar.ir.program import (
 from autopar.ir.sharding_rule import OpShardingRule, bound, operands_of, results_of
 from autopar.ops.rules.losses import ENTRYWISE_LOSSES, ROW_LOSSES
 from autopar.ops.rules.shapes import DRAWS, FILLS, NEW_FILLS
-from autopar.passes.part_numbers import COUNTS, REORDERS, take_numbers
+from autopar.passes.batch_numbers import COUNTS, REORDERS, take_numbers
 
 aten = torch.ops.aten
 
-# "numbers": 0, 1, 2, … for the rows of a part, with which masks of padding are read row by row.
+# "numbers": 0, 1, 2, … for the rows of a micro-batch, by which masks of padding are read.
 State = Literal["same", "rows", "sum", "numbers"]
 _MEANS = (aten.mean.dim, aten.mean.default)
 _TOKEN_LOSSES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
@@ -57,13 +58,13 @@ _SPREADS = (*FILLS, *NEW_FILLS, *DRAWS, aten.expand.default, aten.full_like.defa
 
 
 @dataclass(frozen=True)
-class Parts:
-    """How a step is run in `count` parts by the program of one.
+class Microbatches:
+    """How a step is run in `count` micro-batches by the program of one.
 
-    `names`: the program's inputs that take the totals. `totals`: the graph that gives a part's
-    share of each, from the user's inputs at `reads` (positions in the flattened arguments); None
-    where there are none. `split`: the positions of the inputs whose rows are divided. `results`:
-    what each of the graph's results is, in order.
+    `names`: the program's inputs that take the totals. `totals`: the graph that gives a
+    micro-batch's share of each, from the user's inputs at `reads` (positions in the flattened
+    arguments); None where there are none. `split`: the positions of the inputs whose rows are
+    divided. `results`: what each of the graph's results is, in order.
     """
 
     count: int
@@ -74,23 +75,24 @@ class Parts:
     results: tuple[State, ...]
 
 
-def without_microbatches(program: Program) -> Parts:
-    """Return how an emitted program of a whole step runs as one part."""
+def without_microbatches(program: Program) -> Microbatches:
+    """Return how an emitted program of a whole step runs as one micro-batch."""
     results: list[State] = [
         "rows" if program.layouts[output.node].shape else "sum"
         for output in program.signature.outputs
         if output.node is not None
     ]
-    return Parts(1, (), None, (), frozenset(), tuple(results))
+    return Microbatches(1, (), None, (), frozenset(), tuple(results))
 
 
-def in_parts(
+def in_microbatches(
     program: Program, full_batch: Program, count: int, split: frozenset[int]
-) -> tuple[Program, Parts]:
-    """Return the program of one part, and how a step runs it. `program`: traced on the rows of a
-    part; `full_batch`: on all rows, annotated; `split`: the positions of the inputs of which a part
-    has its own rows. Raises PlanError with the node where a part would need another one, where the
-    model computes otherwise on fewer rows, and where no result is a sum over the parts.
+) -> tuple[Program, Microbatches]:
+    """Return the program of one micro-batch, and how a step runs it. `program`: traced on the rows
+    of a micro-batch; `full_batch`: on all rows, annotated; `split`: the positions of the inputs of
+    which a micro-batch has its own rows. Raises PlanError with the node where a micro-batch would
+    need another one, where the model computes otherwise on fewer rows, and where no result is a sum
+    over the micro-batches.
     """
     names = [
         [(n.name, n.op, n.target) for n in p.module.graph.nodes] for p in (program, full_batch)
@@ -100,7 +102,7 @@ def in_parts(
             f"micro-batches: the model computes otherwise on a {count}th of the rows than on all. "
             "Leave microbatches at 1"
         )
-    divided = _Division(program, full_batch, count, split).parts()
+    divided = _Division(program, full_batch, count, split).divide()
     same_inputs(divided[0])
     same_outputs(divided[0])
     return divided
@@ -119,11 +121,11 @@ class _Division:
         self.graph = copy_graph(program.module.graph)
         self.states: dict[fx.Node, State] = {}
         self.trained = set[fx.Node]()  # the nodes that depend on a parameter
-        self.totals: dict[fx.Node, fx.Node] = {}  # a part's share -> the placeholder of the total
+        self.totals: dict[fx.Node, fx.Node] = {}  # own share -> the placeholder of the total
         self.batch = self._batch_atoms()
         self._placed = self.graph.find_nodes(op="placeholder")[-1]
 
-    def parts(self) -> tuple[Program, Parts]:
+    def divide(self) -> tuple[Program, Microbatches]:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 self.states[node] = self._placeholder(node)
@@ -139,7 +141,7 @@ class _Division:
         module = fx.GraphModule(self.program.module, self.graph)
         program = dataclasses.replace(self.program, module=module, signature=self._signature())
         names = tuple(total.name for total in self.totals.values())
-        return program, Parts(self.count, names, totals, reads, self.split, states)
+        return program, Microbatches(self.count, names, totals, reads, self.split, states)
 
     # -- states ------------------------------------------------------------------------------------
     def _batch_atoms(self) -> set[int]:
@@ -160,7 +162,7 @@ class _Division:
         return "rows" if entry.kind == "user" and entry.position in self.split else "same"
 
     def _walk(self, node: fx.Node) -> None:
-        """Find the state of a call, and change the call where a part needs it otherwise."""
+        """Find the state of a call, and change the call where a micro-batch needs it otherwise."""
         if node.target is operator.getitem:
             self.states[node] = self.states[node.all_input_nodes[0]]
             return
@@ -215,7 +217,7 @@ class _Division:
         raise self._refusal(node, "computes with the numbers of its rows")
 
     def _has_rows(self, node: fx.Node) -> bool:
-        """Whether a result of a node has a row for each of the part's: more in the whole batch."""
+        """Whether a result of a node has a row for each of the inputs': more in the whole batch."""
         pairs = zip(results_of(node), results_of(self.twins[node.name]), strict=True)
         return any(
             isinstance(own, torch.Tensor) and own.shape != other.shape for own, other in pairs
@@ -225,19 +227,19 @@ class _Division:
         rule = self.notes.specs[node.name]
         factors = self.notes.factors[node.name]
         own = {f for f, atoms in factors.items() if {a.number for a in atoms} & self.batch}
-        kept = {f for f in own if all(any(f in dim for dim in r) for r in rule.results)}
+        in_results = {f for f in own if all(any(f in dim for dim in r) for r in rule.results)}
         if own & (rule.whole | (set() if _counts_tokens(node) else rule.shared)):
-            raise self._refusal(node, "computes with the rows of all parts")
-        if own and own == kept:
+            raise self._refusal(node, "computes with the rows of all micro-batches")
+        if own and own == in_results:
             self.states[node] = "rows"
         elif own and _counts_tokens(node) and bound(node)["reduction"] == _MEAN:
             self._divide_by_total(node)
-        elif own and not kept and own <= rule.sum and not rule.added:
+        elif own and not in_results and own <= rule.sum and not rule.added:
             self.states[node] = "sum"
             if _is_mean(node):
                 self._scale(node)
         else:
-            raise self._refusal(node, "computes with the rows of all parts")
+            raise self._refusal(node, "computes with the rows of all micro-batches")
 
     def _use_sum(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
         """Pass a sum through a linear op; a total takes the place of one without parameters that is
@@ -253,13 +255,16 @@ class _Division:
             why = "is a product of two sums over the batch, as a router's auxiliary loss is"
             raise self._refusal(node, why)
         if not untrained:
-            raise self._refusal(node, "needs a sum over all parts, which is there at the end")
-        for operand in untrained:  # other uses may take the part's share
+            why = "needs a sum over all micro-batches, which is there at the end"
+            raise self._refusal(node, why)
+        for operand in untrained:  # other uses may take the micro-batch's share
             node.replace_input_with(operand, self._total(operand))
         self._walk(node)
 
     def _passes(self, node: fx.Node, rule: OpShardingRule) -> bool:
-        """Whether the result is the sum over the parts; what is added once is divided first."""
+        """Whether the result is the sum over the micro-batches; what is added once is divided
+        first.
+        """
         places = {i: n for i, n in enumerate(operands_of(node)) if n is not None}
         summed = frozenset(i for i, n in places.items() if self.states[n] == "sum")
         if any(self.states[n] == "rows" for n in places.values()):
@@ -278,8 +283,9 @@ class _Division:
 
     def _refusal(self, node: fx.Node, why: str) -> PlanError:
         return PlanError(
-            f"micro-batches: {node.name} {where(node)} {why}: a step in {self.count} parts would "
-            "compute something else than a step of the whole batch. Leave microbatches at 1"
+            f"micro-batches: {node.name} {where(node)} {why}: a step in {self.count} "
+            "micro-batches would compute something else than a step of the whole batch. Leave "
+            "microbatches at 1"
         )
 
     # -- changes -----------------------------------------------------------------------------------
@@ -293,7 +299,7 @@ class _Division:
         return share
 
     def _scale(self, node: fx.Node) -> None:
-        """Divide a mean over the rows of a part by the number of parts."""
+        """Divide a mean over the rows of a micro-batch by the number of micro-batches."""
         with self.graph.inserting_after(node):
             share = self._divided(node)
         node.replace_all_uses_with(share, delete_user_cb=lambda user: user is not share)
@@ -356,7 +362,7 @@ class _Division:
         for kind, node in zip(kinds, results, strict=True):
             assert isinstance(node, fx.Node)
             if kind == "mutation" and self.states[node] != "same":
-                raise self._refusal(node, "writes what differs between parts into a buffer")
+                raise self._refusal(node, "writes what differs between micro-batches into a buffer")
             if self.states[node] == "numbers":
                 raise self._refusal(node, "numbers its rows")
             states.append(self.states[node])
@@ -365,15 +371,15 @@ class _Division:
         ):
             raise PlanError(
                 "micro-batches: the model returns no loss, that is no sum or mean over the rows of "
-                "its inputs. Compute the loss in the model's forward, as each part needs its own "
-                "backward"
+                "its inputs. Compute the loss in the model's forward, as each micro-batch "
+                "needs its own backward"
             )
         return tuple(states)
 
     def _totals_graph(
         self, shares: Sequence[fx.Node]
     ) -> tuple[fx.GraphModule | None, tuple[int, ...]]:
-        """Return the graph of the part's share of each total, and what it reads."""
+        """Return the graph of the micro-batch's share of each total, and what it reads."""
         if not shares:
             return None, ()
         graph, twins = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -386,10 +392,11 @@ class _Division:
         graph.output(tuple(twins[share] for share in shares))
         for node in needed:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                raise self._refusal(node, "draws random numbers that a sum over all parts needs")
+                why = "draws random numbers that a sum over all micro-batches needs"
+                raise self._refusal(node, why)
         for node in reads:
             if positions.get(node.name) is None:
-                raise self._refusal(node, "is a buffer that a sum over all parts needs")
+                raise self._refusal(node, "is a buffer that a sum over all micro-batches needs")
         return fx.GraphModule(self.program.module, graph), tuple(
             position for n in reads if (position := positions[n.name]) is not None
         )

@@ -481,8 +481,8 @@ class _Spread:
         """
         mask = operands_of(node)[3]
         if mask is not None and self.pads(producer(mask)):
-            made_of_weights = producer(mask) in self.padded
-            if mask.meta["val"].dtype is torch.bool or not made_of_weights:
+            of_weights = producer(mask) in self.padded
+            if mask.meta["val"].dtype is torch.bool or not of_weights:
                 return False
         heads = {KEY_HEADS, HEADS_OF_A_KEY} & rule.sizes.keys()
         return not bound(node)["dropout_p"] and all(

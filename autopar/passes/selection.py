@@ -70,12 +70,12 @@ def _groups_of(members: list[fx.Node], rules: dict[str, OpShardingRule]) -> list
             for source in node.all_input_nodes:
                 if source in cheap and cheap[source] == level[node]:
                     roots[root(node)] = root(source)
-    found: dict[fx.Node, list[fx.Node]] = {}
+    by_root: dict[fx.Node, list[fx.Node]] = {}
     for node in members:
         if node in roots:
-            found.setdefault(root(node), []).append(node)
+            by_root.setdefault(root(node), []).append(node)
     groups = []
-    for group in found.values():
+    for group in by_root.values():
         again = [node for node in group if node in cheap]
         products = [node for node in group if node not in cheap]
         if again and products:

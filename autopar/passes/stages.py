@@ -177,19 +177,19 @@ def seconds_by_block(graph: fx.Graph, seconds: Mapping[str, float]) -> dict[str,
     """Return the seconds of each repeated block, in the order in which they run; what comes before
     the first counts with it, and what comes after the last with that. `seconds`: of nodes.
     """
-    found: dict[str, float] = {}
+    by_block: dict[str, float] = {}
     before = 0.0
     for node in graph.nodes:
         block, own = block_of(node), seconds.get(node.name, 0.0)
         if block:
-            found[block] = found.get(block, 0.0) + own
-        elif found:
-            found[next(reversed(found))] += own
+            by_block[block] = by_block.get(block, 0.0) + own
+        elif by_block:
+            by_block[next(reversed(by_block))] += own
         else:
             before += own
-    if found:
-        found[next(iter(found))] += before
-    return found
+    if by_block:
+        by_block[next(iter(by_block))] += before
+    return by_block
 
 
 # -- where a node is computed ----------------------------------------------------------------------
@@ -223,8 +223,8 @@ def _homes(program: Program, firsts: Sequence[str]) -> dict[fx.Node, int]:
         home[node] = max([own, *(home[n] for n in reads)])
     for node in reversed(flowing):
         users = [home[user] for user in node.users if user in home]
-        moves = not block_of(node) and node.target is not operator.getitem
-        if users and moves and min(users) > home[node]:
+        movable = not block_of(node) and node.target is not operator.getitem
+        if users and movable and min(users) > home[node]:
             later, sent = min(users), 0.0
             for read in set(node.all_input_nodes) & set(home):
                 others = [home[user] for user in read.users if user in home and user is not node]

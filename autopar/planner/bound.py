@@ -119,13 +119,13 @@ def bound_candidates(
     shares: Sequence[float] = (),
 ) -> list[Bounded]:
     """Return the bound of every candidate, at its own of `shares`, to read options from."""
-    found: dict[int, Bounded] = {}
+    bounded: dict[int, Bounded] = {}
     for chunk in _chunks(candidates):
         own_shares = [shares[i] for i in chunk] if shares else ()
         messages = pass_messages(program, [candidates[i] for i in chunk], world, price, own_shares)
         for place, (index, seconds) in enumerate(zip(chunk, messages.run(), strict=True)):
-            found[index] = Bounded(max(0.0, float(seconds)), messages, place)  # messages round
-    return [found[index] for index in range(len(candidates))]
+            bounded[index] = Bounded(max(0.0, float(seconds)), messages, place)  # messages round
+    return [bounded[index] for index in range(len(candidates))]
 
 
 def _chunks(candidates: Sequence[Candidate]) -> list[list[int]]:

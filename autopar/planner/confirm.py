@@ -29,12 +29,12 @@ from autopar.ops.collectives import groups_of
 from autopar.ops.sharded import draw
 from autopar.passes import PIPELINE
 from autopar.passes import recompute as recomputing
-from autopar.passes.microbatches import Parts
+from autopar.passes.microbatches import Microbatches
 from autopar.passes.pass_manager import PassManager
-from autopar.planner.part_plans import (
+from autopar.planner.microbatch_plans import (
     gathers_once,
-    interleave_parts,
-    sum_each_part,
+    interleave_microbatches,
+    sum_each_microbatch,
     sums_once,
 )
 from autopar.planner.plan_context import PlanContext, fingerprint
@@ -63,7 +63,7 @@ def fit_to_memory(
     """Return the rank-local program, with just enough blocks recomputed to fit the budget. Raises
     PlanError, naming the smallest world that would do, where no amount is enough.
     """
-    chosen = sum_each_part(chosen, request)
+    chosen = sum_each_microbatch(chosen, request)
     assert chosen.plan is not None
     program = manager.run_all(PIPELINE, chosen, world)
     if request.stages is None:  # whose graph is cut by what the rewrite notes at its nodes
@@ -74,10 +74,11 @@ def fit_to_memory(
         budget=request.budget,
         larger=partial(larger_world, chosen, chosen.plan, request),
         free=request.layout == "auto",
+        divisible=not request.seeks_microbatches and request.microbatches == 1,
     )
     program = manager.run("recompute", program, step, recomputing.check)
     program = gathers_once(sums_once(program, request), world, request)
-    program = interleave_parts(program, world, request)
+    program = interleave_microbatches(program, world, request)
     assert program.plan is not None
     return dataclasses.replace(program, plan=_reserve_flight_bytes(program.plan, request))
 
@@ -88,7 +89,7 @@ def finish_plan(
     chosen: Program,
     world: World,
     request: PlanRequest,
-    parts: Parts | None = None,
+    microbatches: Microbatches | None = None,
 ) -> Plan:
     """Return the plan with its figures and the context that `apply` needs. Without a budget in
     the request no limit applies: the plan was made to fit before.
@@ -108,7 +109,7 @@ def finish_plan(
     planned = dataclasses.replace(program, plan=plan)
     # under a limit of memory "auto" may have been a named layout
     layout = plan.layout if request.layout == "auto" else request.layout
-    context = PlanContext(planned, manager.graphs, world, chosen, layout, parts)
+    context = PlanContext(planned, manager.graphs, world, chosen, layout, microbatches)
     return dataclasses.replace(plan, context=context)
 
 

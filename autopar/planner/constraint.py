@@ -19,7 +19,15 @@ from autopar.ir.dim_roles import Factors, Kinds, has_weight, loop_dim_of
 from autopar.ir.layout import I, Layout, R, State
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS, OpShardingRule
-from autopar.ir.strategy import AxisChoice, PartialPassThrough, Shapes, Slot, Strategy, strategies
+from autopar.ir.strategy import (
+    AxisChoice,
+    AxisOrders,
+    PartialPassThrough,
+    Shapes,
+    Slot,
+    Strategy,
+    strategies,
+)
 
 
 @dataclass(frozen=True)
@@ -151,12 +159,12 @@ class Constraint:
         """Whether an operand holds something of each expert and nothing of a sample, as a weight
         of theirs.
         """
-        held = [
+        weights = [
             {a.number for dim in dims for name in dim for a in factors[name]}
             for dims in rule.operands
             if dims is not None
         ]
-        return any(x & self.kinds.experts and not x & self.kinds.batch for x in held) and (
+        return any(x & self.kinds.experts and not x & self.kinds.batch for x in weights) and (
             bool(rule.uneven) or not has_weight(rule)
         )
 
@@ -234,13 +242,15 @@ class Constraint:
 
 class Offered(NamedTuple):
     """What the axes may do at a node: per axis the choices `allowed` of `every` choice, or one of
-    the `joint` choices. `free`: the layout asks nothing of the node.
+    the `joint` choices, with these `orders` of the axes that share an atom. `free`: the layout asks
+    nothing of the node.
     """
 
     free: bool
     every: Sequence[Sequence[AxisChoice]] = ()
     allowed: Sequence[Sequence[AxisChoice]] = ()
     joint: tuple[tuple[AxisChoice, ...], ...] | None = None
+    orders: AxisOrders = None
 
     def legal(
         self,
@@ -255,7 +265,9 @@ class Offered(NamedTuple):
         """
         node_facts = rule, factors, mesh, operand_shapes, result_shapes
         if self.joint is not None:
-            return strategies(*node_facts, self.joint, may_idle=True, all_orders=True)
+            return strategies(
+                *node_facts, self.joint, may_idle=True, all_orders=True, axis_orders=self.orders
+            )
         legal = strategies(*node_facts, itertools.product(*self.allowed), not self.free)
         return legal or strategies(*node_facts, itertools.product(*self._eased()), not self.free)
 

@@ -17,7 +17,7 @@ from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager, Progress
 from autopar.planner import world_size
 from autopar.planner.confirm import finish_plan
-from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_parts
+from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_microbatches
 from autopar.planner.planner import analyse, choose_plan
 from autopar.planner.request import PlanRequest
 from autopar.planner.tracing import Inputs, KnownTraces, trace_step
@@ -38,14 +38,14 @@ def plan_division(
     `known`: traces of the model on these inputs, which divisions share.
     """
     machines, request = of_one_stage(machines, request)
-    require_parts(request)
+    require_microbatches(request)
     pipeline = PassManager(progress)
-    source, parts = trace_step(model, inputs, request.microbatches, pipeline, known)
+    source, microbatches = trace_step(model, inputs, request.microbatches, pipeline, known)
     analysed = analyse(pipeline, source, request)
     search = partial(choose_plan, pipeline, analysed, machines)
 
     def finish(chosen: Program, inner: PlanRequest) -> Plan:
-        return finish_plan(pipeline, source, chosen, machines, inner, parts)
+        return finish_plan(pipeline, source, chosen, machines, inner, microbatches)
 
     if request.stages is not None:
         return fit_in_stages(search, finish, request)[1]

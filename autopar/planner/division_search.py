@@ -20,7 +20,7 @@ from typing import Any
 from autopar.errors import AutoparError, LayoutError, PlanError
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
-from autopar.planner.request import Layouts, Microbatches, PlanRequest, Stages
+from autopar.planner.request import Layouts, MicrobatchCount, PlanRequest, Stages
 from autopar.planner.tracing import Inputs, call_arguments, rows_of
 from autopar.world import World
 
@@ -34,7 +34,7 @@ _PER_STAGE = 4  # micro-batches for each stage that are tried first: a bubble of
 Attempt = Callable[[PlanRequest], Plan]
 
 
-def is_open(layout: Layouts, microbatches: Microbatches) -> bool:
+def is_open(layout: Layouts, microbatches: MicrobatchCount) -> bool:
     """Whether stages or micro-batches are to be found.
 
     >>> is_open("fsdp", 4), is_open(Stages(schedule="auto", count=2), 4)
@@ -48,7 +48,7 @@ def in_fastest_division(
     attempt: Attempt,
     world: World,
     request: PlanRequest,
-    microbatches: Microbatches,
+    microbatches: MicrobatchCount,
     inputs: Inputs,
     pipelines: bool = True,
 ) -> Plan:
@@ -58,11 +58,12 @@ def in_fastest_division(
     than it must have raises, where no other succeeds.
     """
     rows = rows_of(call_arguments(inputs))
+    request = dataclasses.replace(request, seeks_microbatches=microbatches == "auto")
     if isinstance(request.layout, Stages):
         return with_stages(attempt, world, request, microbatches, rows)
     if microbatches != "auto":
         return attempt(request.divided(microbatches))
-    best, refused = _plan_or_error(in_fastest_parts, attempt, request, rows)
+    best, refused = _plan_or_error(in_fastest_microbatches, attempt, request, rows)
     if request.layout == "auto" and pipelines:
         staged = request.under(Stages(schedule="auto"))
         fastest, error = _plan_or_error(with_stages, attempt, world, staged, "auto", rows, best)
@@ -87,33 +88,35 @@ def _plan_or_error(
 
 
 # -- micro-batches ---------------------------------------------------------------------------------
-def in_fastest_parts(attempt: Attempt, request: PlanRequest, rows: int) -> Plan:
+def in_fastest_microbatches(attempt: Attempt, request: PlanRequest, rows: int) -> Plan:
     """Return the fastest plan that `attempt` makes for a number of micro-batches. Raises what it
     raises for one, where no other number does.
     """
-    found: list[Plan] = []
+    plans: list[Plan] = []
     refused: PlanError | None = None
     try:
-        found.append(attempt(request.divided(1)))
+        plans.append(attempt(request.divided(1)))
     except PlanError as error:
         refused = error
-    if found and not found[0].recompute:
-        return found[0]
+    if plans and not plans[0].recompute:
+        return plans[0]
     for count in _counts(rows):
         try:
-            found.append(attempt(request.divided(count)))
+            plans.append(attempt(request.divided(count)))
         except AutoparError:  # it cannot be divided so, or does not fit yet
             continue
-        if not found[-1].recompute:
+        if not plans[-1].recompute:
             break
-    if not found:
+    if not plans:
         assert refused is not None
         raise refused
-    return min(found, key=lambda plan: plan.step_seconds)
+    return min(plans, key=lambda plan: plan.step_seconds)
 
 
 def _counts(rows: int) -> Iterator[int]:
-    """Yield the numbers of parts to try: those that divide the rows, doubled or more each time."""
+    """Yield the numbers of micro-batches to try: those that divide the rows, doubled or more each
+    time.
+    """
     numbers = [n for n in range(2, rows + 1) if rows % n == 0]
     yield from itertools.islice(_further(numbers, 1, True), _MOST_TRIES)
 
@@ -123,7 +126,7 @@ def with_stages(
     attempt: Attempt,
     world: World,
     request: PlanRequest,
-    microbatches: Microbatches,
+    microbatches: MicrobatchCount,
     rows: int,
     best: Plan | None = None,
 ) -> Plan:
@@ -148,7 +151,7 @@ def with_stages(
         stages = dataclasses.replace(requested, count=counts[0])
         return attempt(request.under(stages).divided(microbatches))
     summed = dataclasses.replace(request, overlap=False)  # quickly: no layout is simulated
-    found: list[Plan] = []
+    plans: list[Plan] = []
     refused: AutoparError | None = None
     failed = 0  # numbers of stages since the last one that was faster than all before it
     for count in counts:
@@ -157,18 +160,18 @@ def with_stages(
         plan, error = _plan_or_error(_in_fastest_number, attempt, tried, microbatches, rows)
         refused = refused or error
         failed += 1
-        if plan is not None and all(plan.step_seconds < other.step_seconds for other in found):
+        if plan is not None and all(plan.step_seconds < other.step_seconds for other in plans):
             failed = 0
-        found += [] if plan is None else [plan]
+        plans += [] if plan is None else [plan]
         # the bubble grows with the stages, and what they save shrinks
-        if failed == _FAILED_TRIES and (found or best is not None):
+        if failed == _FAILED_TRIES and (plans or best is not None):
             break
-    if not found:
+    if not plans:
         reason = "a pipeline has 2 or more ranks, and this world has fewer"
         if best is not None:
             reason = "no number of stages can be faster than none"
         raise refused or LayoutError(f"{requested}: {reason}")
-    quick = min(found, key=lambda plan: plan.step_seconds)
+    quick = min(plans, key=lambda plan: plan.step_seconds)
     return attempt(request.divided(quick.microbatches, Stages.of(quick, requested.within)))
 
 
@@ -187,7 +190,7 @@ def computed_seconds(plan: Plan) -> float:
 
 
 def _in_fastest_number(
-    attempt: Attempt, request: PlanRequest, microbatches: Microbatches, rows: int
+    attempt: Attempt, request: PlanRequest, microbatches: MicrobatchCount, rows: int
 ) -> Plan:
     """Return the fastest plan with the request's stages: of the micro-batches that are asked for,
     or of four for each stage, then of more or fewer as long as the step gets shorter.

@@ -99,8 +99,8 @@ class _Checker:
     # -- nodes -------------------------------------------------------------------------------------
     def _remembered(self, name: str, choice: Choice) -> Choice:
         """Return the completed choice; equal layers are checked once."""
-        node, spec = self.nodes[name], self.notes.specs[name]
-        look = rule_look(spec, self.notes.factors[name]), self._shapes(node), self._gradient(node)
+        node, rule = self.nodes[name], self.notes.specs[name]
+        look = rule_look(rule, self.notes.factors[name]), self._shapes(node), self._gradient(node)
         if (look, choice) not in self.known:
             self.known[look, choice] = self._choice(name, choice)
         return self.known[look, choice]
@@ -184,8 +184,8 @@ class _Checker:
 
     def _names(self, node: fx.Node, split: str) -> tuple[str, ...]:
         """Return the names of a factor: of a matmul, its loop dim (m, n or k) too."""
-        spec = self.notes.specs[node.name]
-        loop = loop_dim_of(spec, split) if spec.product is not None and split in spec.sizes else ""
+        rule = self.notes.specs[node.name]
+        loop = loop_dim_of(rule, split) if rule.product is not None and split in rule.sizes else ""
         return (split,) if loop in ("", split) else (split, loop)
 
     def _sizes(self, node: fx.Node) -> str:
@@ -196,9 +196,9 @@ class _Checker:
 
     def _on_axis(self, node: fx.Node, axis: Axis) -> list[Strategy]:
         """Return every strategy of the node on a mesh of this axis alone."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         mesh = Mesh((axis,))
-        return self._strategies(node, mesh, axis_choices(spec, factors, mesh, self._gradient(node)))
+        return self._strategies(node, mesh, axis_choices(rule, factors, mesh, self._gradient(node)))
 
     def _gradient(self, node: fx.Node) -> bool:
         return carries_gradient(self.notes, node)
@@ -206,9 +206,9 @@ class _Checker:
     def _strategies(
         self, node: fx.Node, mesh: Mesh, per_axis: Sequence[Sequence[AxisChoice]]
     ) -> list[Strategy]:
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         combinations = itertools.product(*per_axis)
-        return strategies(spec, factors, mesh, *self._shapes(node), combinations, True, True)
+        return strategies(rule, factors, mesh, *self._shapes(node), combinations, True, True)
 
     def _shapes(
         self, node: fx.Node

@@ -38,21 +38,21 @@ Arrays = tuple[NDArray[np.float64], ...]
 
 
 class _Eliminated(NamedTuple):
-    """A variable that is gone. The sum of `parts` has its values in dim 0 and those of each of its
+    """A variable that is gone. The sum of `terms` has its values in dim 0 and those of each of its
     `neighbours` in the next ones.
     """
 
     variable: int
     neighbours: tuple[int, ...]
-    parts: Arrays
+    terms: Arrays
 
     def best(self, values: Sequence[int]) -> int:
         """Return the variable's best value where all variables have these values."""
         total: NDArray[np.float64] | float = 0.0
-        for part in self.parts:
-            each = zip(self.neighbours, part.shape[1:], strict=True)
+        for term in self.terms:
+            each = zip(self.neighbours, term.shape[1:], strict=True)
             at: tuple[Any, ...] = tuple(values[v] if n > 1 else 0 for v, n in each)
-            total = total + part[:, *at]
+            total = total + term[:, *at]
         return int(np.argmin(total))
 
 
@@ -97,10 +97,10 @@ def minimise(
         neighbours = tuple(
             sorted({v for _, table in own_tables for v in table.variables} - {variable})
         )
-        costs, parts = eliminate(
+        costs, terms = eliminate(
             variable, neighbours, [table for _, table in own_tables], sizes, memo
         )
-        eliminated.append(_Eliminated(variable, neighbours, parts))
+        eliminated.append(_Eliminated(variable, neighbours, terms))
         if neighbours:
             enter(Table(neighbours, costs))
         else:
@@ -127,10 +127,12 @@ def drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
     return reduced
 
 
-def order_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]:
+def order_of(
+    sizes: Sequence[int], scopes: Sequence[Sequence[int]], most: int | None = None
+) -> list[int]:
     """Return an order in which to eliminate: that of the first heuristic whose tables are all
     small, else of the one whose largest table is smallest. `scopes`: the variables of each table.
-    Raises PlanError where that table is too large.
+    Raises PlanError where that table has more than `most` entries, by default LARGEST.
     """
     neighbours = neighbours_of(sizes, [[v for v in scope if sizes[v] > 1] for scope in scopes])
     orders: list[tuple[float, list[int], list[int]]] = []
@@ -139,7 +141,7 @@ def order_of(sizes: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]
         if orders[-1][0] <= _SMALL:
             break
     largest, order, entangled = min(orders, key=lambda attempt: attempt[0])
-    if largest > LARGEST:
+    if largest > (LARGEST if most is None else most):
         raise too_large([sizes[v] for v in entangled])
     return order
 
@@ -211,9 +213,9 @@ def simulate_order(
         rated, variable = heapq.heappop(queue)
         if variable in eliminated:
             continue
-        rating = rate(variable, sizes, neighbours)
-        if rating != rated:
-            heapq.heappush(queue, (rating, variable))
+        current = rate(variable, sizes, neighbours)
+        if current != rated:
+            heapq.heappush(queue, (current, variable))
             continue
         size = table_size(variable, sizes, neighbours)[0]
         if size > largest:
@@ -229,40 +231,40 @@ def simulate_order(
 
 
 def eliminate(
-    variable: int, neighbours: tuple[int, ...], parts: list[Table], sizes: Sequence[int], memo: Memo
+    variable: int, neighbours: tuple[int, ...], terms: list[Table], sizes: Sequence[int], memo: Memo
 ) -> tuple[NDArray[np.float64], Arrays]:
     """Return the table that is left over the neighbours, and the arrays of which it is the least
     sum: the variable's values are their dim 0.
     """
     dims = (*neighbours, variable)
     where = {v: i for i, v in enumerate(dims)}
-    parts = sorted(parts, key=lambda table: [where[v] for v in table.variables])
+    terms = sorted(terms, key=lambda table: [where[v] for v in table.variables])
     shape = tuple(sizes[v] for v in dims)
-    key = (shape, *((id(table.costs), tuple(where[v] for v in table.variables)) for table in parts))
+    key = (shape, *((id(table.costs), tuple(where[v] for v in table.variables)) for table in terms))
     if key not in memo:
         first = {v: i for i, v in enumerate((variable, *neighbours))}
-        arrays = tuple(np.ascontiguousarray(spread(table, first, len(dims))) for table in parts)
+        arrays = tuple(np.ascontiguousarray(spread(table, first, len(dims))) for table in terms)
         memo[key] = (
             _lowest(arrays, tuple(sizes[v] for v in first)),
             arrays,
-            tuple(table.costs for table in parts),
+            tuple(table.costs for table in terms),
         )  # holding the tables keeps their ids from being reused
     costs, arrays, _ = memo[key]
     return costs, arrays
 
 
-def _lowest(parts: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> NDArray[np.float64]:
+def _lowest(terms: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> NDArray[np.float64]:
     """Return the least over dim 0 of the sum of these arrays. They are added up in blocks that a
     cache holds: the whole sum is large, and memory is slow.
     """
-    if not parts:
+    if not terms:
         return np.zeros(shape[1:])
-    *parts, last = parts
+    *terms, last = terms
     costs, room = np.empty(shape[1:]), np.empty(min(_BLOCK, math.prod(shape)))
     for block in _blocks(shape):
         total: NDArray[np.float64] | float = 0.0
-        for part in parts:
-            total = total + _at(part, block)
+        for term in terms:
+            total = total + _at(term, block)
         place: tuple[Any, ...] = (*block, ...)
         into = costs[place]
         if (size := into.size * shape[0]) > len(room):
@@ -273,11 +275,11 @@ def _lowest(parts: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> NDA
     return costs
 
 
-def _at(part: NDArray[np.float64], block: tuple[slice, ...]) -> NDArray[np.float64]:
-    """Return the part's entries of a block, where its dim has more than one."""
-    each = zip(block, part.shape[1:], strict=True)
+def _at(term: NDArray[np.float64], block: tuple[slice, ...]) -> NDArray[np.float64]:
+    """Return a term's entries of a block, where its dim has more than one."""
+    each = zip(block, term.shape[1:], strict=True)
     at: tuple[Any, ...] = tuple(at if n > 1 else _ALL for at, n in each)
-    return part[:, *at]
+    return term[:, *at]
 
 
 def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

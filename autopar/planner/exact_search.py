@@ -15,7 +15,8 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from copy import copy
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +24,11 @@ import torch
 from torch import fx
 
 from autopar.cost.activations import Price, bytes_of
-from autopar.cost.communication import parts_between, path_parts
+from autopar.cost.communication import path_terms, terms_between
 from autopar.cost.compute import optimizer_seconds
 from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
-from autopar.ir.graph import carries_gradient, module_path, producer
+from autopar.ir.graph import carries_gradient, module_path, producer, remember
 from autopar.ir.layout import Element, I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import plain_shards
@@ -37,6 +38,7 @@ from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
 from autopar.ir.strategy import (
     AxisChoice,
+    AxisOrders,
     Strategy,
     axis_choices,
     placements,
@@ -44,6 +46,7 @@ from autopar.ir.strategy import (
     split_of,
 )
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
+from autopar.planner.axis_orders import NestingOrders
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import LARGEST, Table, minimise, order_of, too_large
 from autopar.planner.entangled import minimise_nearly
@@ -60,12 +63,19 @@ def search(
     constraint: Constraint,
     among: Near | None = None,
     price: Price | None = None,
+    largest: int | None = None,
+    nesting_orders: bool = False,
 ) -> Plan:
     """Return the plan of least modelled time on this mesh under this constraint. `among`: the joint
     choices to search, by node and stored tensor; None for all. With a `price`, the bytes that a
-    plan holds count as time too. Raises PlanError where tables outgrow memory.
+    plan holds count as time too. `nesting_orders`: with fewer orders of axes that share an atom,
+    see axis_orders.py. Raises PlanError where a table has more than `largest` entries, by default
+    elimination.LARGEST.
     """
-    return Search(program, mesh, world, constraint, among, price).solve()
+    of_search = Search(program, mesh, world, constraint, among, price)
+    if nesting_orders and among is not None:
+        of_search.orders = NestingOrders(of_search.notes, mesh, among)
+    return of_search.solve(largest)
 
 
 def search_nearly(
@@ -79,9 +89,21 @@ def search_nearly(
     """Return what `search` returns, or a plan near it where tables would outgrow memory. No plan
     among these choices is faster than the plan's `bound`, in seconds.
     """
-    return Search(program, mesh, world, constraint, among, price).solve_nearly()
+    if among is not None or price is not None:
+        return Search(program, mesh, world, constraint, among, price).solve_nearly()
+
+    def enter() -> Search:
+        of_search = Search(dataclasses.replace(program, tensors={}), mesh, world, constraint)
+        of_search.enter()
+        return of_search
+
+    reads = program.annotations, program.signature, program.padding, constraint, world
+    graph = program.module.graph
+    entered = remember(graph, "searches", reads, enter, mesh, _MOST_REMEMBERED)
+    return entered.counting_as(program).solve_nearly()
 
 
+_MOST_REMEMBERED = 2  # searches of a graph, which come again as other shares count
 Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # by node and stored tensor
 
 
@@ -101,28 +123,33 @@ class Search:
         self.program, self.mesh, self.world = program, mesh, world
         self.constraint, self.among = constraint, among
         self.price = price
+        self.orders: NestingOrders | None = None
         self.notes: Annotations = program.annotations
         self.known = Known()
         self.regions = Regions(self.notes, self.known)
         self.conversions = ReshardCosts(world, self.known)
         self.variables: list[Options] = []
         self.scopes: list[tuple[int, ...]] = []  # the variables of each table
-        self._costs: list[Callable[[], Array]] = []  # which it is made of once all can be added up
+        self._costs: list[Callable[[Program], Array]] = []  # of each, as a program counts
         self.index: dict[str, int] = {}  # variable of a node, or of output number i as "output i"
         self.copies: dict[Value, int] = {}
         self.native: dict[Value, Want] = {}  # the layouts in which a value is made
         self.wants: dict[Value, list[Want]] = defaultdict(list)
         self.members: dict[int, Region] = {}
 
-    def solve(self) -> Plan:
-        """Build the tables, minimise their sum, and return the plan."""
-        self.enter()
-        order = order_of(self.sizes, self.scopes)
+    def solve(self, largest: int | None = None) -> Plan:
+        """Build the tables, minimise their sum, and return the plan. Raises PlanError where a table
+        would have more than `largest` entries, by default elimination.LARGEST.
+        """
+        if not self.variables:
+            self.enter()
+        order = order_of(self.sizes, self.scopes, largest)
         return self.plan(*minimise(self.sizes, self.tables, order=order))
 
     def solve_nearly(self) -> Plan:
         """Build the tables and return the plan of their least sum, or one near it, with a bound."""
-        self.enter()
+        if not self.variables:
+            self.enter()
         try:
             seconds, values = minimise(self.sizes, self.tables)
             bound = seconds
@@ -139,9 +166,19 @@ class Search:
     def tables(self) -> list[Table]:
         """The tables of all that `enter` entered."""
         each = zip(self.scopes, self._costs, strict=True)
-        return [Table(scope, costs()) for scope, costs in each]
+        return [Table(scope, costs(self.program)) for scope, costs in each]
 
-    def _enter_table(self, scope: tuple[int, ...], costs: Callable[[], Array]) -> None:
+    def counting_as(self, program: Program) -> Search:
+        """Return the same search as `program` counts, which differs from the search's own program
+        in nothing else: reshards have other seconds, and all variables are those that this search
+        has entered.
+        """
+        other = copy(self)
+        other.program = program
+        other.__dict__.pop("tables", None)
+        return other
+
+    def _enter_table(self, scope: tuple[int, ...], costs: Callable[[Program], Array]) -> None:
         self.scopes.append(scope)
         self._costs.append(costs)
 
@@ -182,7 +219,7 @@ class Search:
     def _variable(self, name: str, options: Options) -> int:
         self.index[name] = len(self.variables)
         self.variables.append(options)
-        self._enter_table((self.index[name],), lambda: options.costs)
+        self._enter_table((self.index[name],), lambda _: options.costs)
         return self.index[name]
 
     def _gradient(self, value: Value) -> bool:
@@ -202,12 +239,16 @@ class Search:
 
         pads = self.program.pads(node.name) if parameter else ()
         joint = None if self.among is None or pads else self.among[node.name]
+        orders, look = self._axis_orders(node.name, joint)
         already = self.constraint.stored_already(node.name, gradient) if parameter else None
 
-        key = ("stored", shape, signature, size, gradient, parameter, rules, joint, already, pads)
+        key = (
+            *("stored", shape, signature, size, gradient, parameter),
+            *(rules, joint, look, already, pads),
+        )
         options = self.known.find(key)
         if options is None:
-            layouts = placements(dims, shape, self.mesh, I if gradient else R, joint)
+            layouts = placements(dims, shape, self.mesh, I if gradient else R, joint, orders)
             # the user passes an input, and wants its gradient, unsharded
             if already is not None:
                 layouts = [already]
@@ -231,7 +272,7 @@ class Search:
 
     def _strategies(self, node: fx.Node) -> Options:
         """Return the strategies of one node, with their seconds."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         operands = operands_of(node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
@@ -241,33 +282,43 @@ class Search:
         shapes = operand_shapes, result_shapes
         key = (
             node.target if node.target in HAVE_INNER_COLLECTIVES else None,
-            rule_look(spec, factors),
+            rule_look(rule, factors),
             *shapes,
             results[0].dtype,
             gradient,
             None if self.price is None else self.price.memory.of(node),
             str(offered.allowed) if offered.joint is None else offered.joint,
+            self._axis_orders(node.name, offered.joint)[1],
             offered.free,
         )
         options = self.known.find(key)
         if options is None:
-            legal = offered.legal(spec, factors, self.mesh, *shapes)
-            legal = self.constraint.joint(module_path(node), spec, legal)
+            legal = offered.legal(rule, factors, self.mesh, *shapes)
+            legal = self.constraint.joint(module_path(node), rule, legal)
             options = self.known.add(key, legal, [self._node_seconds(node, s) for s in legal])
         return options
 
     def _offered(self, node: fx.Node, gradient: bool) -> Offered:
         """Return what the layout and `among` leave a node."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         path = module_path(node)
         # An op that casts or transposes a weight follows the weight, whatever the module's rules.
         of_weight = goes_with_weight(self.notes, node)
         free = of_weight or self.constraint.roles(path) is None
         if self.among is not None:
-            return Offered(free, joint=self.among[node.name])
-        every = axis_choices(spec, factors, self.mesh, gradient)
-        allowed = every if of_weight else self.constraint.narrow(path, spec, factors, every)
+            joint = self.among[node.name]
+            return Offered(free, joint=joint, orders=self._axis_orders(node.name, joint)[0])
+        every = axis_choices(rule, factors, self.mesh, gradient)
+        allowed = every if of_weight else self.constraint.narrow(path, rule, factors, every)
         return Offered(free, every, allowed)
+
+    def _axis_orders(
+        self, name: str, joint: tuple[tuple[AxisChoice, ...], ...] | None
+    ) -> tuple[AxisOrders, Hashable]:
+        """Return the orders of axes at a node or stored tensor, None for all, and a key of them."""
+        if self.orders is None or joint is None:
+            return None, None
+        return self.orders.of_node(name), self.orders.look(name, joint)
 
     def _node_seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """Return the seconds of a node under a strategy, with the price of what it saves."""
@@ -320,19 +371,20 @@ class Search:
     # -- reshards ----------------------------------------------------------------------------------
     def _convert(self, value: Value, wants: list[Want]) -> None:
         native = self.native[value]
-        element = self.program.element(value, self.element[value[0]][value[1]])
-        copy = self._copy(value, native, wants) if len(wants) > 1 else None
-        if copy is not None:
-            scope: tuple[int, ...] = (native.variable, copy.variable)
-            self._enter_table(scope, partial(self.conversions.copied, native, copy, element))
+        second = self._copy(value, native, wants) if len(wants) > 1 else None
+        if second is not None:
+            self._enter_reshard(value, self.conversions.copied, native, second)
         for want in wants:
-            if copy is None:
-                scope = (native.variable, want.variable)
-                costs = partial(self.conversions.direct, native, want, element)
+            if second is None:
+                self._enter_reshard(value, self.conversions.direct, native, want)
             else:
-                scope = (native.variable, copy.variable, want.variable)
-                costs = partial(self.conversions.nearer, native, copy, want, element)
-            self._enter_table(scope, costs)
+                self._enter_reshard(value, self.conversions.nearer, native, second, want)
+
+    def _enter_reshard(self, value: Value, table: Callable[..., Array], *wants: Want) -> None:
+        """Enter the table of a value's reshards between these layouts."""
+        size = self.element[value[0]][value[1]]
+        scope = tuple(want.variable for want in wants)
+        self._enter_table(scope, lambda program: table(*wants, program.element(value, size)))
 
     def _copy(self, value: Value, native: Want, wants: list[Want]) -> Want | None:
         """Return a variable for a second layout of the value, one that at least two uses may want;
@@ -405,7 +457,7 @@ class ReshardCosts:
 
     def __init__(self, world: World, known: Known) -> None:
         self._known, self._world = known, world
-        self._parts = _pricer(world)
+        self._terms = _pricer(world)
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
         """Return the seconds from each layout of the maker to each of the user."""
@@ -443,12 +495,12 @@ class ReshardCosts:
     ) -> Array:
         rows = {layout: i for i, layout in enumerate(dict.fromkeys(sources))}
         columns = {layout: i for i, layout in enumerate(dict.fromkeys(targets))}
-        whole = element._replace(share=1.0)  # searches at several shares ask for the same parts
+        whole = element._replace(share=1.0)  # searches at several shares ask for the same terms
         if len(rows) * len(columns) < _MANY:
-            parts = np.array([[self._parts(a, b, whole) for b in columns] for a in rows])
+            terms = np.array([[self._terms(a, b, whole) for b in columns] for a in rows])
         else:
-            parts = parts_between([*rows], [*columns], whole, self._world)
-        unique_pairs = parts[..., 0] + element.share * parts[..., 1]
+            terms = terms_between([*rows], [*columns], whole, self._world)
+        unique_pairs = terms[..., 0] + element.share * terms[..., 1]
         return unique_pairs[np.ix_([rows[a] for a in sources], [columns[b] for b in targets])]
 
 
@@ -459,7 +511,7 @@ def _pricer(world: World) -> Callable[[Layout, Layout, Element], tuple[float, fl
     """
 
     @lru_cache(maxsize=1 << 20)
-    def parts(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
-        return path_parts(reshard_steps(source, target), element, world)
+    def terms(source: Layout, target: Layout, element: Element) -> tuple[float, float]:
+        return path_terms(reshard_steps(source, target), element, world)
 
-    return parts
+    return terms

@@ -76,8 +76,8 @@ def fit(model: ShortenedModel, contenders: Sequence[Contender], request: PlanReq
 def _fit_to_aim(contenders: Sequence[Contender], under: LimitedSearch) -> Program:
     """Return what `fit` does, for the aim of a search."""
     for contender in contenders if len(contenders) > 1 else ():
-        if (fitting := under.without_rematerialization(contender)) is not None:
-            return fitting
+        if (fitted := under.without_rematerialization(contender)) is not None:
+            return fitted
     least = min(contenders, key=lambda each: each.plan.seconds)
     fastest = under.best(least)
     if under.layout == "auto" and not _fits_as_chosen(fastest, least, under.aim):
@@ -153,9 +153,9 @@ def _promised(tried: Contender, budget: Budget) -> float:
 
 def _best(tried: Sequence[Contender], budget: Budget) -> Contender:
     """Return the fastest that fits; where none does, the one of least memory."""
-    fitting = [contender for contender in tried if contender.fits(budget)]
-    if fitting:
-        return min(fitting, key=lambda contender: contender.seconds)
+    that_fit = [contender for contender in tried if contender.fits(budget)]
+    if that_fit:
+        return min(that_fit, key=lambda contender: contender.seconds)
     return min(tried, key=lambda contender: contender.peak)
 
 
@@ -327,8 +327,8 @@ class LimitedSearch:
         of least time.
         """
         floor = MidstepMemory if self.budget.recompute == "none" else ParameterMemory
-        held, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
-        needs = activation_bytes(held, least)
+        memory, limit = floor(self.program, self.budget.optimizer), self.budget.memory_bytes
+        needs = activation_bytes(memory, least)
         assert limit is not None
         if self.layout != "auto" or needs <= limit:  # a price cannot raise the bound there
             return 0.0
@@ -341,7 +341,7 @@ class LimitedSearch:
         bound = 0.0
         for factor in _PRICES:
             price = factor * least.seconds / needs
-            paid = lower_bounds(self.program, near, self.world, Price(held, price))
+            paid = lower_bounds(self.program, near, self.world, Price(memory, price))
             bounds = [
                 max(free[mesh], s - price * limit) for (mesh, _), s in zip(near, paid, strict=True)
             ]

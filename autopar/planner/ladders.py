@@ -44,14 +44,14 @@ def ladders(names: Names, fetching: Names, cheap: Names) -> list[Ladder]:
     nothing = Rematerialized((), ())
     gathered, cheaply = Rematerialized((), fetching), Rematerialized((), (), cheap)
     both = Rematerialized((), fetching, cheap)
-    found = [
+    every = [
         Ladder(nothing, _rerun(nothing, cheap)),
         Ladder(nothing, _regathered(nothing, fetching)),
         Ladder(cheaply, _regathered(cheaply, fetching)),
         Ladder(gathered, _rerun(gathered, cheap)),
         *(Ladder(low, _recompute_first(low, names)) for low in (nothing, cheaply, gathered, both)),
     ]
-    return [ladder for i, ladder in enumerate(found) if ladder.rungs and ladder not in found[:i]]
+    return [ladder for i, ladder in enumerate(every) if ladder.rungs and ladder not in every[:i]]
 
 
 def _rerun(low: Rematerialized, cheap: Names) -> list[Rematerialized]:

@@ -83,7 +83,7 @@ def meshes_with_rules(
         return
     assert not isinstance(layout, Stages)  # pipelines.py plans what is within them
     refused: LayoutError | None = None
-    fitting = False
+    any_fits = False
     for grid in _grids(layout, ranks):
         try:
             mesh, roles = _mesh(grid, ranks)
@@ -95,9 +95,9 @@ def meshes_with_rules(
         except LayoutError as error:
             refused = refused or error
             continue
-        fitting = True
+        any_fits = True
         yield mesh, Constraint(str(layout), (("*", roles),), kinds, letters, _summa_axes(grid))
-    if refused is not None and not fitting:
+    if refused is not None and not any_fits:
         raise refused if layout == grid else LayoutError(f"no grid of {layout!r} fits: {refused}")
 
 
@@ -158,19 +158,19 @@ def _tesseracts(ranks: int) -> list[Grid25D]:
     ]
 
 
-def factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
+def factorings(ranks: int, count: int) -> list[tuple[int, ...]]:
     """Return every way to write a number of ranks as a product of so many sizes, in all orders.
 
     >>> factorings(4, 2)
     [(1, 4), (2, 2), (4, 1)]
     """
-    if parts == 1:
+    if count == 1:
         return [(ranks,)]
     return [
         (d, *tail)
         for d in range(1, ranks + 1)
         if ranks % d == 0
-        for tail in factorings(ranks // d, parts - 1)
+        for tail in factorings(ranks // d, count - 1)
     ]
 
 
@@ -242,10 +242,10 @@ def _axes(layout: str | Grid, ranks: int) -> list[tuple[str, int, Role]]:
 
 def _check_depth(grid: Grid25D, ranks: int) -> None:
     if grid.q < grid.d:
-        fitting = ", ".join(f"Grid25D({g.q}, {g.d})" for g in _tesseracts(ranks))
+        alternatives = ", ".join(f"Grid25D({g.q}, {g.d})" for g in _tesseracts(ranks))
         raise LayoutError(
             f"{grid}: q must be at least d, or the copies outweigh what they save; for "
-            f"{ranks} ranks use {fitting or 'another layout'}"
+            f"{ranks} ranks use {alternatives or 'another layout'}"
         )
 
 
@@ -361,10 +361,10 @@ def _check_sequence(
         if any(size % axis.size == 0 for sizes in chains for size in sizes):
             continue
         lengths = sorted({math.prod(sizes) for sizes in chains if sizes})
-        found = f"sequences of {lengths[-1]} tokens" if lengths else "no sequence of token ids"
+        inside = f"sequences of {lengths[-1]} tokens" if lengths else "no sequence of token ids"
         raise LayoutError(
             f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on the factor sequence, "
-            f"but the inputs have {found}: use a length that {axis.size} divides, fewer ranks, "
+            f"but the inputs have {inside}: use a length that {axis.size} divides, fewer ranks, "
             "or layout 'auto'"
         )
 
@@ -376,7 +376,7 @@ def _check_heads(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], progra
     notes = program.annotations
     assert notes is not None
     specs = notes.specs
-    attentions = [name for name, spec in specs.items() if spec.attends is not None]
+    attentions = [name for name, rule in specs.items() if rule.attends is not None]
     for axis, role in zip(mesh.axes, roles, strict=True):
         if not role.heads:
             continue
@@ -397,12 +397,13 @@ def _check_heads(layout: str | Grid, mesh: Mesh, roles: tuple[Role, ...], progra
             chain = [a.size for f in (KEY_HEADS, HEADS_OF_A_KEY) for a in factors.get(f, ())]
             if any(size % axis.size == 0 for size in chain) and math.prod(chain) % ranks == 0:
                 continue
-            beside = f" beside {math.prod(others)} of tensor parallelism" if others else ""
+            tensor_parallel = f" beside {math.prod(others)} of tensor parallelism" if others else ""
             heads = " × ".join(str(size) for size in chain) or "none"
             raise LayoutError(
-                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks{beside} on the "
-                f"heads of attention, and {name} has {heads}, of which an axis splits one number: "
-                "use a number of ranks that divides it, or attention='strided'"
+                f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks"
+                f"{tensor_parallel} on the heads of attention, and {name} has {heads}, of which an "
+                "axis splits one number: use a number of ranks that divides it, or "
+                "attention='strided'"
             )
 
 
@@ -422,7 +423,8 @@ def _check_experts(
     for axis in (axis for axis, role in zip(mesh.axes, roles, strict=True) if role.experts):
         uneven = [atom.size for atom in atoms if atom.size % axis.size]
         if uneven:
-            sizes = [n for n in range(2, axis.size + 1) if not any(a.size % n for a in atoms)]
+            divisors = (n for n in range(2, axis.size) if axis.size % n == 0)
+            sizes = [n for n in divisors if not any(atom.size % n for atom in atoms)]
             remedy = f"expert={sizes[-1]} and more data" if sizes else "another layout"
             raise LayoutError(
                 f"layout {layout!r} puts axis {axis.name} of {axis.size} ranks on a layer of "

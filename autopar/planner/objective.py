@@ -111,11 +111,11 @@ class _Pricer:
         """Return the node's strategy, after charging its computation and the collectives
         inside it.
         """
-        spec, choice = self.notes.specs[node.name], self.plan.choices[node.name]
-        parts = 1
+        rule, choice = self.notes.specs[node.name], self.plan.choices[node.name]
+        ranks = 1
         for axis, split in zip(self.plan.mesh.axes, choice.splits, strict=True):
-            parts *= axis.size if split in spec.sizes else 1
-        strategy = Strategy((), choice.operands, choice.results, parts)
+            ranks *= axis.size if split in rule.sizes else 1
+        strategy = Strategy((), choice.operands, choice.results, ranks)
         seconds, collectives = node_costs(node, strategy, self.notes, self.plan.mesh, self.world)
         self.spent[COMPUTE] += seconds
         self._pay(collectives)

@@ -248,8 +248,8 @@ def _padded(size: int, ranks: int, most: float) -> int:
     """Return the largest size that some axis of these ranks may ask for: a multiple of its own, up
     to `most` times the size.
     """
-    parts = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
-    padded = (_multiple(size, n) for n in parts)
+    divisors = (n for n in range(2, min(ranks, size) + 1) if ranks % n == 0)
+    padded = (_multiple(size, n) for n in divisors)
     return max((n for n in padded if n <= most * size), default=size)
 
 
@@ -276,8 +276,8 @@ def _weight_atoms(program: Program) -> Iterable[tuple[int, int]]:
     assert notes is not None
     weights, seen = weights_of(program), set[int]()
     for node in program.module.graph.nodes:
-        spec = notes.specs.get(node.name)
-        if spec is None or not (spec.product or node.target is torch.ops.aten.embedding.default):
+        rule = notes.specs.get(node.name)
+        if rule is None or not (rule.product or node.target is torch.ops.aten.embedding.default):
             continue
         for operand in operands_of(node):
             if operand is None or producer(operand) not in weights:

@@ -36,7 +36,7 @@ from autopar.ir.pipeline_schedule import (
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
-from autopar.passes import stages as cutting
+from autopar.passes import stages as stage_graphs
 from autopar.passes.stages import Stage
 from autopar.planner.ladders import Rematerialized
 from autopar.planner.request import PlanRequest, Stages
@@ -88,7 +88,7 @@ def of_one_stage(world: World, request: PlanRequest) -> tuple[World, PlanRequest
     return _world_of_stage(world, requested), inner
 
 
-def require_parts(request: PlanRequest) -> None:
+def require_microbatches(request: PlanRequest) -> None:
     """Raise PlanError where a step in stages has no micro-batches, or other numbers of them than
     its schedule takes.
     """
@@ -195,10 +195,10 @@ def _fit_by_rank(search: Search, finish: Finish, request: PlanRequest) -> tuple[
         for run in _runs(full, context.source.module.graph, request.stages, None, limit):
             if tried and run.step.seconds >= min(seconds for seconds, *_ in tried):
                 break  # what runs again makes it longer
-            fitting = run.with_rungs(limit)
-            if fitting is None or (gathers and (fitting[0].recompute or fitting[0].regather)):
+            fitted = run.with_rungs(limit)
+            if fitted is None or (gathers and (fitted[0].recompute or fitted[0].regather)):
                 continue  # what is gathered again in the backward is not kept
-            rung, seconds = fitting
+            rung, seconds = fitted
             named = _named(request.stages, run, plan)
             tried.append((seconds, dataclasses.replace(plan, **rung._asdict()), named))
         if any(not (plan.recompute or plan.regather) for _, plan, _ in tried):
@@ -281,8 +281,8 @@ class _Run:
         """Return the run of a program that is cut at these blocks. `known`: of its stages."""
         plan = full.plan
         assert plan is not None
-        stages = cutting.cut(full, starts)
-        cutting.check(full, stages)
+        stages = stage_graphs.cut(full, starts)
+        stage_graphs.check(full, stages)
         by_look: dict[str, StageSeconds] = {}
         for stage in stages:
             if known.look(stage) not in by_look:
@@ -370,10 +370,10 @@ def _runs(
     if like is not None:
         return [run(like.schedule, like.pipeline, like.stage_starts)]
     by_node = compute_seconds_by_node(full, plan.world)
-    by_block = cutting.seconds_by_block(traced, by_node)
+    by_block = stage_graphs.seconds_by_block(traced, by_node)
     if requested.schedule != "auto":
         pipeline = pipeline_of(requested.schedule, count, requested.rounds)
-        starts = cutting.balance(by_block, pipeline.stages)
+        starts = stage_graphs.balance(by_block, pipeline.stages)
         return [run(requested.schedule, pipeline, starts)]
     runs: list[_Run] = []
     for rounds, (first, *others) in _BY_ROUNDS.items():
@@ -381,7 +381,7 @@ def _runs(
         if runs and pipeline.stages > len(by_block):
             break
         try:
-            runs.append(run(first, pipeline, cutting.balance(by_block, pipeline.stages)))
+            runs.append(run(first, pipeline, stage_graphs.balance(by_block, pipeline.stages)))
         except PlanError:  # not for this number of micro-batches, or a stage trains nothing
             if not runs:
                 raise
@@ -398,14 +398,14 @@ def _fastest_that_fits(
     """Return the first of these runs that fits a device, and what its ranks hold. Raises PlanError
     where none fits: what the one that holds the least needs.
     """
-    found = []
+    memories = []
     for run in runs:
         memory = run.memory()
         if limit is None or max(each.peak for each in memory) <= limit:
             return run, memory
-        found.append(memory)
+        memories.append(memory)
     assert limit is not None
-    raise _no_room(min(found, key=lambda each: max(m.peak for m in each)), limit)
+    raise _no_room(min(memories, key=lambda each: max(m.peak for m in each)), limit)
 
 
 def step_of(plan: Plan) -> PipelineStep:
@@ -497,20 +497,20 @@ def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:
         numbers, own = range(first, last + 1), run.seconds[first]
         own_blocks = tuple(b for n in numbers for b in stages[n].blocks)
         flying = [most_in_flight(run.actions[pipeline.rank_of(n)], n) for n in numbers]
-        held = max(memory[pipeline.rank_of(n)].peak for n in numbers)
+        peak = max(memory[pipeline.rank_of(n)].peak for n in numbers)
         name, whose = f"stage {first}", "its rank holds"
         if last > first:
             name, whose = f"stages {first} to {last}", "a rank of them holds at most"
         lines.append(
             f"{name} ({blocks_text(own_blocks)}): {own.forward * 1e3:.2f} ms forward, "
-            f"{_backward_text(own)} a micro-batch, {max(flying)} in flight; {whose} {text_of(held)}"
+            f"{_backward_text(own)} a micro-batch, {max(flying)} in flight; {whose} {text_of(peak)}"
         )
     lines.append("no gap is proven for the stages: the layout within them is the search's")
     return tuple(lines)
 
 
 def _backward_text(own: StageSeconds) -> str:
-    """Return how long a backward takes, whole or in two parts."""
+    """Return how long a backward takes, whole or in two halves."""
     if not own.inputs:  # whole, or all of it of weights
         return f"{(own.weights or own.backward) * 1e3:.2f} ms backward"
     inputs, weights = own.inputs * 1e3, own.weights * 1e3

@@ -51,10 +51,10 @@ def chosen_before(
     if not folder:
         return search(program)
     path = Path(folder).expanduser() / f"{_key(program, graph, world, request)}.json"
-    kept = _load(path, program)
-    if kept is not None:
+    cached = _load(path, program)
+    if cached is not None:
         say_once(f"the plan is read from {path}, no search was made; unset {FOLDER} to search anew")
-        return kept
+        return cached
     program = search(program)
     assert program.plan is not None
     try:
@@ -76,11 +76,11 @@ def _load(path: Path, program: Program) -> Program | None:
         if plan.edited:
             return None
         plan = dataclasses.replace(plan, planned=("", ""))
-        kept = dataclasses.replace(with_padding_of(program, plan), plan=plan)
-        check_choices(kept)
+        planned = dataclasses.replace(with_padding_of(program, plan), plan=plan)
+        check_choices(planned)
     except (AutoparError, AssertionError):
         return None
-    return kept
+    return planned
 
 
 def _key(program: Program, graph: str, world: World, request: PlanRequest) -> str:

@@ -23,7 +23,7 @@ from autopar.ir.graph import forget
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ops.devices import on_device, without_devices
-from autopar.passes.microbatches import Parts
+from autopar.passes.microbatches import Microbatches
 from autopar.planner.pipelines import step_of
 from autopar.planner.request import Layouts
 from autopar.planner.why import Why, why
@@ -44,7 +44,7 @@ class PlanContext:
     world: World
     source: Program
     layout: Layouts | None = None  # that was asked for; None for a plan from a file
-    parts: Parts | None = None  # of a step in micro-batches
+    microbatches: Microbatches | None = None  # None: a step is one
 
     @property
     def plan(self) -> Plan:
@@ -67,11 +67,12 @@ class PlanContext:
         """Return this context with the tensors that its graph creates placed on the device of a
         rank.
         """
-        module, parts = on_device(self.program.module, device), self.parts
-        if parts is not None and parts.totals is not None:
-            parts = dataclasses.replace(parts, totals=on_device(parts.totals, device))
+        module, microbatches = on_device(self.program.module, device), self.microbatches
+        if microbatches is not None and microbatches.totals is not None:
+            totals = on_device(microbatches.totals, device)
+            microbatches = dataclasses.replace(microbatches, totals=totals)
         program = dataclasses.replace(self.program, module=module)
-        return dataclasses.replace(self, program=program, parts=parts)
+        return dataclasses.replace(self, program=program, microbatches=microbatches)
 
     def why(self, pattern: str) -> Why:
         """Answer `Plan.why`. Raises PlanError for a plan from a file."""

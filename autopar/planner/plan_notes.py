@@ -55,21 +55,21 @@ def replicated_matmuls(
     """Return the matmuls that axes replicate, one entry for each matmul and axis."""
     notes = program.annotations
     assert notes is not None
-    found: list[Replicated] = []
+    replicated: list[Replicated] = []
     for node in program.module.graph.nodes:
-        spec = notes.specs.get(node.name)
-        if node.name not in choices or spec is None or spec.product is None:
+        rule = notes.specs.get(node.name)
+        if node.name not in choices or rule is None or rule.product is None:
             continue
         factors = notes.factors[node.name]
-        splittable = {f: factors[f] for f in spec.sizes if spec.splittable(f) and factors[f]}
+        splittable = {f: factors[f] for f in rule.sizes if rule.splittable(f) and factors[f]}
         sizes = ", ".join(
             f"{f} = {' × '.join(str(a.size) for a in atoms)}" for f, atoms in splittable.items()
         )
         for axis, split in zip(mesh.axes, choices[node.name].splits, strict=True):
             divides = any(a.size % axis.size == 0 for atoms in splittable.values() for a in atoms)
             if split in IDLE:
-                found.append(Replicated(node, axis, sizes, divides))
-    return found
+                replicated.append(Replicated(node, axis, sizes, divides))
+    return replicated
 
 
 def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
@@ -250,25 +250,25 @@ def _weight_factors(program: Program, node: fx.Node) -> Iterator[str]:
     """Yield the factors of the weights of a matmul or an embedding that an axis might split."""
     notes = program.annotations
     assert notes is not None
-    spec = notes.specs.get(node.name)
-    if spec is None or not (spec.product or node.target is aten.embedding.default):
+    rule = notes.specs.get(node.name)
+    if rule is None or not (rule.product or node.target is aten.embedding.default):
         return
     weights = {
         factor
-        for operand, dims in zip(operands_of(node), spec.operands, strict=False)
+        for operand, dims in zip(operands_of(node), rule.operands, strict=False)
         if operand is not None and dims is not None and producer(operand) in notes.weights
         for dim in dims
         for factor in dim
     }
-    yield from (f for f in spec.sizes if f in weights and spec.splittable(f))
+    yield from (f for f in rule.sizes if f in weights and rule.splittable(f))
 
 
 def _splits_rows(program: Program, node: fx.Node, split: str) -> bool:
     """Whether a node splits a dim of its batch there, which no weight has."""
     notes = program.annotations
     assert notes is not None
-    spec = notes.specs[node.name]
-    return split in spec.sizes and split not in set(_weight_factors(program, node))
+    rule = notes.specs[node.name]
+    return split in rule.sizes and split not in set(_weight_factors(program, node))
 
 
 # -- tokens of experts ----------------------------------------------------------------------------

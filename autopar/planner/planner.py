@@ -22,8 +22,8 @@ from autopar.planner.bound import bound
 from autopar.planner.constraint import Constraint
 from autopar.planner.contender import Contender
 from autopar.planner.fit import fit
+from autopar.planner.microbatch_plans import may_gather_once, plan_of_microbatch
 from autopar.planner.padding import search_with_padding, search_with_rows_padded
-from autopar.planner.part_plans import may_gather_once, plan_of_part
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.plan_context import fingerprint
 from autopar.planner.request import PlanRequest
@@ -68,7 +68,9 @@ def choose_plan(
         gathers = 1 / count if may_gather_once(program, request) else 1.0
         counted = annotate.count_microbatch(program, count, 1 / count, gathers)
         chosen = chosen_before(counted, name, world, request, search)
-        return plan_of_part(annotate.count_microbatch(chosen, count, 1.0, 1.0), world, request)
+        return plan_of_microbatch(
+            annotate.count_microbatch(chosen, count, 1.0, 1.0), world, request
+        )
 
     return manager.run("choose", program, choose, check_choices)
 

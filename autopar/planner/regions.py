@@ -115,12 +115,12 @@ class Regions:
         """Return the region that a node would extend, None where it does more than carry a
         layout.
         """
-        spec = self._notes.specs[name]
-        unsplittable = {f for f in spec.whole if spec.sizes[f] > 1} - {"pieces"}
-        if spec.product or spec.sum or spec.shared or unsplittable:
+        rule = self._notes.specs[name]
+        unsplittable = {f for f in rule.whole if rule.sizes[f] > 1} - {"pieces"}
+        if rule.product or rule.sum or rule.shared or unsplittable:
             return None
         searched = {s for s in sources if s is not None and s[0] in self._notes.searched}
-        regions = {self._home(value, bool(spec.linear)) for value in searched}
+        regions = {self._home(value, bool(rule.linear)) for value in searched}
         return regions.pop() if len(regions) == 1 else None
 
     def _home(self, value: Value, partial: bool) -> Region:
@@ -183,9 +183,9 @@ def _join_options(
     the layouts between them, with its seconds.
     """
     wired_operands = [i for i, source in enumerate(wiring) if source is not None]
-    fitting: dict[tuple[Layout | None, ...], list[int]] = defaultdict(list)
+    matching: dict[tuple[Layout | None, ...], list[int]] = defaultdict(list)
     for index, strategy in enumerate(node.items):
-        fitting[tuple(strategy.operands[i] for i in wired_operands)].append(index)
+        matching[tuple(strategy.operands[i] for i in wired_operands)].append(index)
     items: list[tuple[Strategy, ...]] = []
     seconds: list[float] = []
     for item, cost in zip(region.items, region.costs, strict=True):
@@ -202,7 +202,7 @@ def _join_options(
         else:
             root = None
         wanted = tuple(_provided_layout(item, wiring[i], root) for i in wired_operands)
-        for index in fitting.get(wanted, ()):
+        for index in matching.get(wanted, ()):
             items.append((*item, node.items[index]))
             seconds.append(cost + node.costs[index])
     return items, seconds

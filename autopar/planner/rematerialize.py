@@ -24,7 +24,12 @@ from typing import NamedTuple
 
 from autopar.cost.block_memory import Rise, peak_of, segments_of
 from autopar.cost.memory import Budget, optimizer_bytes, refusal, step_bytes
-from autopar.cost.parts import memory_of_parts, part_count, unreduced_bytes, with_results
+from autopar.cost.microbatches import (
+    memory_of_microbatches,
+    microbatch_count,
+    unreduced_bytes,
+    with_results,
+)
 from autopar.cost.peak import peak
 from autopar.cost.summary import (
     gathered_output_bytes,
@@ -127,8 +132,8 @@ class RematerializationSearch(ABC):
         if self.budget.recompute != "auto" or not any(self.start):
             return self.best()
         nothing = Rematerialized((), ())
-        found = (ladder for ladder in self._ladders() if self.start in ladder.rungs)
-        low, above = next(found, Ladder(nothing, [self.start]))
+        ladders = (ladder for ladder in self._ladders() if self.start in ladder.rungs)
+        low, above = next(ladders, Ladder(nothing, [self.start]))
         rungs = [low, *above] if low == nothing else [nothing, low, *above]
         index = rungs.index(self.start)
         while not self._fits(self.tried(rungs[index])) and index + 1 < len(rungs):
@@ -269,22 +274,22 @@ class Estimated(RematerializationSearch):
             last = run[len(BLOCK_RUNGS)][-1]
             self._followers[block_name(last)] = tuple(map(block_name, left_out))
         self._like: dict[str, str] = {}  # of a block outside of the runs: the kind of a run beside
-        beside = {run[0][0][0]: run for run in several.runs}
+        run_at = {run[0][0][0]: run for run in several.runs}
         for name in self._short.names:
             if name in self._kinds:
                 continue
             self._kinds[name] = name
             path, _, number = name.rpartition(".")
-            if path in beside:  # at the place in the unit where its turn would be
-                unit = beside[path][0]
+            if path in run_at:  # at the place in the unit where its turn would be
+                unit = run_at[path][0]
                 twin = unit[(int(number) - unit[0][1]) % len(unit)]
                 self._like[name] = self._kinds[block_name(twin)]
             else:
                 samples_by_kind[name] = (name,)
         names = blocks(chosen.module.graph.nodes)
         fetching, cheap = (
-            tuple(n for n in names if samples_by_kind.get(self._kinds[n], (n,))[0] in found)
-            for found in (self._short.fetching, self._short.cheap)
+            tuple(n for n in names if samples_by_kind.get(self._kinds[n], (n,))[0] in able)
+            for able in (self._short.fetching, self._short.cheap)
         )
         super().__init__(names, fetching, cheap, chosen.plan, budget)
         self._rises: dict[tuple[str, BlockRung], Rise] = {}
@@ -305,11 +310,11 @@ class Estimated(RematerializationSearch):
                     rung_by_block[name] = BLOCK_RUNGS[
                         (number * len(of_kind) + place) % len(BLOCK_RUNGS)
                     ]
-            made = self._short.program_at(self._rung(rung_by_block))
-            segments = segments_of(made, self.budget.optimizer, self.world)
-            seconds = rematerialization_seconds_by_block(made, self.world)
-            for name, way in rung_by_block.items():
-                key = self._kinds[name], way
+            emitted = self._short.program_at(self._rung(rung_by_block))
+            segments = segments_of(emitted, self.budget.optimizer, self.world)
+            seconds = rematerialization_seconds_by_block(emitted, self.world)
+            for name, block_rung in rung_by_block.items():
+                key = self._kinds[name], block_rung
                 self._rises[key] = segments.rises.get(name, Rise())
                 self._seconds[key] = seconds.get(name, 0.0)
             for name in segments.rises.keys() - self._kinds.keys():
@@ -334,17 +339,19 @@ class Estimated(RematerializationSearch):
         """Return the rung on which these blocks of the shorter program go these ways, as far as
         they can.
         """
-        of_way = (
+        names = (
             tuple(
-                n for n in self._short.names if n in able and n in rungs and getattr(rungs[n], way)
+                n
+                for n in self._short.names
+                if n in able and n in rungs and getattr(rungs[n], field)
             )
-            for way, able in (
+            for field, able in (
                 ("recompute", self._short.names),
                 ("regather", self._short.fetching),
                 ("rerun", self._short.cheap),
             )
         )
-        return Rematerialized(*of_way)
+        return Rematerialized(*names)
 
     def _stored_bytes(self) -> tuple[float, float, float, float]:
         """Return the bytes of stored tensors, of trained ones among them, of the optimizer's
@@ -398,7 +405,7 @@ class Estimated(RematerializationSearch):
                 peak=most + states,
             )
 
-        passes = self._in_parts(memory(step_peak.most))
+        passes = self._in_microbatches(memory(step_peak.most))
         stepping = with_results(self._short.program, memory(step_peak.end + step))
         return max(passes, stepping, key=lambda each: each.peak)
 
@@ -411,14 +418,14 @@ class Estimated(RematerializationSearch):
             for name in self.names
         }
 
-    def _in_parts(self, memory: Memory) -> Memory:
+    def _in_microbatches(self, memory: Memory) -> Memory:
         """Return the memory of a step in micro-batches, of that of one."""
-        return memory_of_parts(self._short.program, memory, self._unreduced)
+        return memory_of_microbatches(self._short.program, memory, self._unreduced)
 
     @cached_property
     def _unreduced(self) -> float:
         """The bytes that a rank holds of gradients between micro-batches."""
-        samples = self.deep.samples() if part_count(self._short.program) > 1 else ()
+        samples = self.deep.samples() if microbatch_count(self._short.program) > 1 else ()
         return sum(w * unreduced_bytes(emit_program(p, self.world)) for w, p in samples)
 
 
@@ -428,6 +435,7 @@ def rematerialize_to_fit(
     budget: Budget | None,
     larger: Callable[[Memory], str] = lambda memory: "",
     free: bool = False,
+    divisible: bool = False,
 ) -> Program:
     """Return the emitted program with its blocks recomputed as planned, and the plan with its
     memory.
@@ -435,7 +443,8 @@ def rematerialize_to_fit(
     Where that does not fit and recompute is "auto", just enough of the first blocks are
     rematerialized. Raises PlanError where nothing fits. `budget` None: as planned, without a limit.
     `larger`: returns in words the smallest world that would do for this memory. `free`: the search
-    chose the layout, so another one is no remedy. A plan whose memory is known and fits is not
+    chose the layout, so another one is no remedy. `divisible`: the step may be asked for in
+    micro-batches. A plan whose memory is known and fits is not
     simulated again.
     """
     assert program.plan is not None
@@ -455,10 +464,36 @@ def rematerialize_to_fit(
             again = "every block recomputed"
         auto, name = budget.recompute == "auto", "auto" if free else program.plan.layout
         outputs = gathered_output_bytes(fitted)
+        divided = _bytes_in_microbatches(fitted, memory) if divisible else math.inf
         raise refusal(
-            memory, budget.memory_bytes, world, name, again, auto, larger(memory), outputs
+            memory, budget.memory_bytes, world, name, again, auto, larger(memory), outputs, divided
         )
     return fitted
+
+
+def _bytes_in_microbatches(program: Program, memory: Memory) -> float:
+    """Return about the bytes that a rank needs where each micro-batch has one of its rows: sums of
+    gradients beside those of a micro-batch, and a share of the activations and of what comes and
+    goes with them. Infinite where the rank has one row.
+    """
+    notes, plan = program.annotations, program.plan
+    if notes is None or notes.batch is None or plan is None:
+        return math.inf
+    rows = notes.batch.size
+    for name, choice in plan.choices.items():
+        for index, layout in enumerate(choice.results):
+            for dim, atoms in enumerate(notes.dims[name, index]):
+                if notes.batch in atoms:
+                    of_dim = math.prod(atom.size for atom in atoms)
+                    rows = min(rows, notes.batch.size * layout.local_shape[dim] // of_dim)
+    if rows < 2:
+        return math.inf
+    entries = [e for e in program.signature.inputs if e.kind == "parameter" and e.trainable]
+    sums = sum(
+        program.layouts[e.node].local_size * program.dtypes[e.node].itemsize for e in entries
+    )
+    held = memory.parameters + memory.optimizer + 2 * sums
+    return held + max(0.0, memory.peak - held) / rows
 
 
 def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Memory]:

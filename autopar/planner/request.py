@@ -237,7 +237,7 @@ class Stages:
     every stage, a name, a grid or a dict. `schedule`: the order of forwards and backwards: "gpipe"
     (arXiv 1811.06965, section 2.3), "1f1b" (arXiv 2006.09503, section 3.1), or "interleaved" (arXiv
     2104.04473, section 2.2) or "looped-bfs" (arXiv 2211.05953), where each rank has `rounds`
-    stages; or with backwards in two parts "zero-bubble" of any rounds (arXiv 2401.10241, sections
+    stages; or with backwards in two halves "zero-bubble" of any rounds (arXiv 2401.10241, sections
     2.1 and 5), "zbv" (section 6) and "dualpipev" (arXiv 2412.19437) of two; "auto" takes the
     fastest of 1f1b, interleaved, zero-bubble and zbv. Blocks are the model's repeated modules, and
     the cuts make the slowest stage as fast as can be. Raises, when planned, LayoutError where
@@ -258,7 +258,7 @@ class Stages:
 
 Layouts = Within | Stages
 Outputs = Literal["replicated", "sharded"]
-Microbatches = int | Literal["auto"]
+MicrobatchCount = int | Literal["auto"]
 
 
 # Tokens: "auto" looks for contexts in longer sequences alone, since that takes a search longer, and
@@ -277,8 +277,8 @@ def _strided_from(layout: Layouts) -> int | None:
         case GridContext():
             return 2 if layout.attention == "strided" else None
         case Mapping():
-            found = [n for own in layout.values() if (n := _strided_from(own)) is not None]
-            return min(found, default=None)
+            numbers = [n for own in layout.values() if (n := _strided_from(own)) is not None]
+            return min(numbers, default=None)
     return None
 
 
@@ -291,9 +291,9 @@ class PlanRequest:
     summed, None for their own. `overlap`: plans are compared by a step with communication under
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
-    `microbatches`: the parts of a step, one after the other. `stages`: of a pipeline, each of which
-    `layout` and `budget` are for. `plan_strided_from`: `strided_from`
-    of a plan from a file.
+    `microbatches`: of a step, one after the other. `stages`: of a pipeline, each of which `layout`
+    and `budget` are for. `plan_strided_from`: `strided_from` of a plan from a file.
+    `seeks_microbatches`: other numbers of micro-batches are tried, so that none is a remedy.
     """
 
     layout: Layouts | None = "auto"
@@ -305,6 +305,7 @@ class PlanRequest:
     microbatches: int = 1
     stages: Stages | None = None
     plan_strided_from: int | None = None
+    seeks_microbatches: bool = dataclasses.field(default=False, repr=False, compare=False)
 
     @property
     def strided_from(self) -> int | None:
@@ -371,7 +372,7 @@ class PlanOptions:
     reduce_dtype: torch.dtype | str | None = None
     overlap: bool | Sequence[str] = True
     outputs: Outputs = "replicated"
-    microbatches: Microbatches = 1
+    microbatches: MicrobatchCount = 1
 
     def request(self, world: World, replicated_parameters: bool = False) -> PlanRequest:
         """Return the request for a plan on a world. It has one micro-batch: division_search.py

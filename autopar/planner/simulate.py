@@ -61,9 +61,9 @@ def most_promising(contenders: Contenders, request: PlanRequest) -> list[Contend
         most = request.memory_bytes
         return most is None or activation_bytes(saved, each.plan) <= most
 
-    fitting = [c for c in contenders.all.values() if c.least_step <= limit and may_fit(c)]
-    by_least_step = sorted(fitting, key=lambda each: each.least_step)[:_RUN]
-    by_half_hidden = sorted(fitting, key=half_hidden)
+    that_fit = [c for c in contenders.all.values() if c.least_step <= limit and may_fit(c)]
+    by_least_step = sorted(that_fit, key=lambda each: each.least_step)[:_RUN]
+    by_half_hidden = sorted(that_fit, key=half_hidden)
     best_of_each_name = [
         next((each for each in by_half_hidden if each in of_name.values()), None)
         for of_name in contenders.named.values()

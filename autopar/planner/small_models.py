@@ -79,11 +79,11 @@ def fastest(
             bound = min(bound, plan.seconds)
             break
         chosen = with_requested_recomputation(dataclasses.replace(program, plan=plan), request)
-        found = RematerializationSteps(emit_program(chosen, world), world, budget).least(
+        rematerialized = RematerializationSteps(emit_program(chosen, world), world, budget).least(
             below - plan.seconds
         )
-        if found is not None and budget.fits(found.memory):
-            best, below = (chosen, found), plan.seconds + found.seconds
+        if rematerialized is not None and budget.fits(rematerialized.memory):
+            best, below = (chosen, rematerialized), plan.seconds + rematerialized.seconds
             bound = below
     return (*best, bound) if best else (None, None, bound)
 
@@ -204,20 +204,20 @@ def _estimated(
     """Return the least total, and the steps in which variables are settled, the last eliminated
     first.
     """
-    held = list(tables)
+    remaining = list(tables)
     place = {variable: len(order) - 1 - i for i, variable in enumerate(order)}
     least, steps = 0.0, []
     for variable in order:
-        parts = [table for table in held if variable in table.variables]
-        held = [table for table in held if variable not in table.variables]
-        neighbours = tuple(sorted({v for t in parts for v in t.variables} - {variable}))
+        terms = [table for table in remaining if variable in table.variables]
+        remaining = [table for table in remaining if variable not in table.variables]
+        neighbours = tuple(sorted({v for t in terms for v in t.variables} - {variable}))
         dims = (*neighbours, variable)
         where = {v: i for i, v in enumerate(dims)}
         total = np.zeros(tuple(sizes[v] for v in dims))
-        for table in parts:
+        for table in terms:
             total += spread(table, where, len(dims))
         lowest = total.min(-1)
         steps.append(_Step(tuple(place[v] for v in neighbours), total - lowest[..., None]))
-        held.append(Table(neighbours, lowest))
-    least = math.fsum(float(table.costs) for table in held)
+        remaining.append(Table(neighbours, lowest))
+    least = math.fsum(float(table.costs) for table in remaining)
     return least, steps[::-1]

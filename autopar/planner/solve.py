@@ -63,6 +63,7 @@ _QUICKLY_LEFT = _LEFT[1:]  # the same where plans only compete with others
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
 _SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
 GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
+_LARGE, _LARGEST = 1 << 22, 1 << 24  # entries of a table of all orders of axes; of nesting ones
 _TRIES, _QUICK_TRIES = 4, 2  # meshes searched exactly; quickly
 _SHORTENED_TRIES = 2  # meshes of a deep model that are searched quickly
 SHARES = (0.7, 0.4, 0.1)  # of the seconds of collectives that can overlap
@@ -225,7 +226,7 @@ def again(
     largest_count = _AGAIN[len(incumbent.mesh.axes)]
     counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
     limits = _near_limits(bound, math.inf, counts)
-    improved = _search_among(program, limits, candidate, world, price)
+    improved = _search_among(program, limits, candidate, world, price, 2 * _LARGEST)
     return improved if improved.seconds < incumbent.seconds * (1 - 1e-9) else incumbent
 
 
@@ -243,18 +244,22 @@ def _search_among(
     candidate: Candidate,
     world: World,
     price: Price | None = None,
+    largest: int = _LARGEST,
 ) -> Plan:
-    """Return the best plan among the first of these joint choices whose tables fit in memory, or
-    one near the best among the first of all, if none do.
+    """Return the best plan among the first of these joint choices whose tables have at most
+    `largest` entries, or one near the best among the first of all, if none do. Where the tables of
+    all orders of axes are large, those that nest stand for them: see axis_orders.py.
     """
     mesh, constraint = candidate
     widest: Mapping[str, Choices] | None = None
     for joint_choices in limits:
         widest = joint_choices if widest is None else widest
-        try:
-            return search(program, mesh, world, constraint, joint_choices, price)
-        except PlanError:
-            continue
+        arguments = program, mesh, world, constraint, joint_choices, price
+        for most, nesting in ((_LARGE, False), (largest, True)):
+            try:
+                return search(*arguments, most, nesting)
+            except PlanError:
+                continue
     return search_nearly(program, mesh, world, constraint, widest, price)
 
 
@@ -472,10 +477,10 @@ class ShortenedModel:
         """Return the seconds of the full program under a plan, plus the price of the bytes that it
         holds.
         """
-        held_seconds = (
+        memory_seconds = (
             price.seconds_per_byte * activation_bytes(price.memory, plan) if price else 0.0
         )
-        return sum_of_blocks(self.deep.under(plan), self.world) + held_seconds
+        return sum_of_blocks(self.deep.under(plan), self.world) + memory_seconds
 
     def chosen(self, plan: Plan, request: PlanRequest) -> DeepModel:
         """Return the program with this plan, the sum of its seconds, and its recomputation."""

@@ -48,7 +48,7 @@ def memory_of_rank(
 ) -> Memory:
     """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
     in flight keep for their backward, and what the one that computes needs besides. `actions`: of
-    this rank; `by_stage`: of its stages; `halves`: of these, where backwards run in two parts.
+    this rank; `by_stage`: of its stages; `halves`: of these, where backwards run in halves.
     """
     if halves is not None:
         return _memory_in_halves(by_stage, halves, actions)
@@ -101,21 +101,21 @@ def _memory_in_halves(
     halves: Mapping[int, HalvesMemory],
     actions: Sequence[Action],
 ) -> Memory:
-    """Return what `memory_of_rank` does where backwards run in two parts: a micro-batch keeps what
-    its forward saved until the first part, and then what that carries over until the rest.
+    """Return what `memory_of_rank` does where backwards run in two halves: a micro-batch keeps what
+    its forward saved until the first half, and then what that carries over until the rest.
     """
     parameters = math.fsum(own.passes.parameters for own in by_stage.values())
     optimizer = math.fsum(own.passes.optimizer for own in by_stage.values())
     there = math.fsum(own.weights for own in by_stage.values())
     there += math.fsum(own.results for own in halves.values())
-    waiting = {stage: {"F": 0, "I": 0} for stage in by_stage}  # for the next part of a backward
+    waiting = {stage: {"F": 0, "I": 0} for stage in by_stage}  # for the next half of a backward
     begun = set[int]()  # stages with gradients
     most: Memory | None = None
     for action in actions:
         own = waiting[action.stage]
         own["F"] -= action.kind in ("B", "I")
         own["I"] -= action.kind == "W"
-        kept = there + math.fsum(
+        activations = there + math.fsum(
             n["F"] * by_stage[stage].saved + n["I"] * halves[stage].carried
             for stage, n in waiting.items()
         )
@@ -123,7 +123,7 @@ def _memory_in_halves(
             parameters=parameters,
             gradients=math.fsum(halves[stage].unreduced for stage in begun),
             optimizer=optimizer,
-            activations=kept,
+            activations=activations,
             transient=halves[action.stage].most(action.kind),
             in_flight=0.0,
             peak=0.0,
@@ -162,15 +162,15 @@ class StageMemory:
         return self._memory[look, own]
 
     def halves(self, stage: Stage, rung: Rematerialized = _NOTHING) -> HalvesMemory:
-        """Return what the stage holds where its backwards run in two parts, on this rung."""
+        """Return what the stage holds where its backwards run in two halves, on this rung."""
         look, own = self._key(stage, rung)
         if (look, own) not in self._halves:
             program = self.steps(stage).program_at(own) if any(own) else stage.program
             optimizer = self.budget.optimizer
             # the names of what this stage receives, in the graph of the first that looks like it
             received = self._firsts[look].receives if any(own) else stage.receives
-            found = peak_of_halves(program, received, optimizer, self.world)
-            self._halves[look, own] = found
+            peaks = peak_of_halves(program, received, optimizer, self.world)
+            self._halves[look, own] = peaks
         return self._halves[look, own]
 
     def of_rank(

@@ -1,10 +1,11 @@
-"""Traces a model for planning: on all rows, or for a step in micro-batches on the rows of one part.
+"""Traces a model for planning: on all rows, or for a step in micro-batches on those of one.
 
 Example: with `microbatches=4`, inputs of 64 rows are traced with their first 16; the program of one
-part is planned as any other. Every tensor whose first dim is that of the first tensor is divided by
-rows, the others are the same in all parts. The whole batch is traced, too: what a part is made of
-is seen beside it. A model and its inputs enter; a traced program and the parts leave `trace_step`,
-which api.py and runtime/apply.py call; passes/microbatches.py says what a division may be.
+micro-batch is planned as any other. Every tensor whose first dim is that of the first tensor is
+divided by rows, the others are the same in all micro-batches. The whole batch is traced, too: what
+a micro-batch is made of is seen beside it. A model and its inputs enter; a traced program and the
+micro-batches leave `trace_step`, which api.py and runtime/apply.py call; passes/microbatches.py
+says what a division may be.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from autopar.errors import InputError, PlanError, TraceError
 from autopar.ir.containers import register
 from autopar.ir.program import Program
 from autopar.passes import annotate, draws, masks, trace
-from autopar.passes.microbatches import Parts, in_parts
-from autopar.passes.part_numbers import COUNTS, REORDERS
+from autopar.passes.batch_numbers import COUNTS, REORDERS
+from autopar.passes.microbatches import Microbatches, in_microbatches
 from autopar.passes.pass_manager import PassManager
 from autopar.passes.trace.experts import one_op_of_experts
 from autopar.passes.trace.signature import without_cache
@@ -78,11 +79,11 @@ def _traced(
 
 @dataclass
 class KnownTraces:
-    """What was traced so far of a model on the same inputs: a step in so many parts, and all its
+    """What was traced so far of a model on the same inputs: one of so many micro-batches, and all
     rows, annotated. A search over divisions plans one trace for many numbers of stages.
     """
 
-    steps: dict[int, tuple[Program, Parts | None]] = field(default_factory=dict)
+    steps: dict[int, tuple[Program, Microbatches | None]] = field(default_factory=dict)
     full_batch: Program | None = None
 
 
@@ -92,23 +93,23 @@ def trace_step(
     count: int,
     manager: PassManager | None = None,
     known: KnownTraces | None = None,
-) -> tuple[Program, Parts | None]:
-    """Return the traced program of one of `count` parts of a step on these inputs, and the parts;
-    None for one. `known`: traces of this model on these inputs, to which this one is added. Raises
-    PlanError where the step cannot be divided, InputError where its rows cannot.
+) -> tuple[Program, Microbatches | None]:
+    """Return the traced program of one of `count` micro-batches of a step on these inputs, and the
+    micro-batches; None for one. `known`: traces of this model on these inputs, to which this one is
+    added. Raises PlanError where the step cannot be divided, InputError where its rows cannot.
     """
     known = KnownTraces() if known is None else known
     if count in known.steps:
-        program, parts = known.steps[count]
+        program, microbatches = known.steps[count]
         manager = manager or PassManager()
-        return manager.run("trace", program, lambda traced: traced, trace.check), parts
+        return manager.run("trace", program, lambda traced: traced, trace.check), microbatches
     known.steps[count] = _trace_step(model, inputs, count, manager, known)
     return known.steps[count]
 
 
 def _trace_step(
     model: nn.Module, inputs: Inputs, count: int, manager: PassManager | None, known: KnownTraces
-) -> tuple[Program, Parts | None]:
+) -> tuple[Program, Microbatches | None]:
     if count == 1:
         return trace_model(model, inputs, manager), None
     call = call_arguments(inputs)
@@ -122,22 +123,22 @@ def _trace_step(
         whole = known.steps[1][0] if 1 in known.steps else trace_model(model, call)
         known.full_batch = annotate.annotate(masks.masks(draws.draws(whole)))
     full_batch = known.full_batch
-    traced, split = _trace_part(model, call, _divided(call, full_batch), count, manager)
+    traced, split = _trace_microbatch(model, call, _divided(call, full_batch), count, manager)
     program = masks.masks(draws.draws(traced))
     if any(e.kind == "user" and e.trainable for e in program.signature.inputs):
         raise PlanError(
-            "micro-batches: an input requires a gradient, which would be of one part alone. Leave "
-            "microbatches at 1"
+            "micro-batches: an input requires a gradient, which would be of one micro-batch alone. "
+            "Leave microbatches at 1"
         )
-    return in_parts(program, full_batch, count, split)
+    return in_microbatches(program, full_batch, count, split)
 
 
-def _trace_part(
+def _trace_microbatch(
     model: nn.Module, call: Call, split: frozenset[int], count: int, manager: PassManager | None
 ) -> tuple[Program, frozenset[int]]:
-    """Return the traced program of one part, and the inputs that are divided by rows: `split`, and
-    where the model cannot run on that, all that are as long. No op that is left of the graph may
-    tie them: labels of a loss that is not returned.
+    """Return the traced program of one micro-batch, and the inputs that are divided by rows:
+    `split`, and where the model cannot run on that, all that are as long. No op that is left of the
+    graph may tie them: labels of a loss that is not returned.
     """
     rows = rows_of(call) // count
     leaves = enumerate(pytree.tree_leaves((call.args, call.kwargs)))
@@ -182,7 +183,7 @@ def _read_by_number(full_batch: Program, rows: int) -> set[str]:
     """Return the inputs with a row for each of the batch's that are read by the numbers of rows:
     transformers reads masks of padding so, and no op ties their rows to those of tokens.
     """
-    found = set()
+    names = set()
     for node in full_batch.module.graph.find_nodes(op="call_function", target=aten.index.Tensor):
         source, places = node.args[0], node.args[1]
         first = places[0] if isinstance(places, list | tuple) and places else None
@@ -191,8 +192,8 @@ def _read_by_number(full_batch: Program, rows: int) -> set[str]:
         source, first = _moved(source), _moved(first)
         counts = first.target in COUNTS and tuple(first.meta["val"].shape) == (rows,)
         if counts and source.op == "placeholder" and source.meta["val"].shape[0] == rows:
-            found.add(source.name)
-    return found
+            names.add(source.name)
+    return names
 
 
 def _moved(node: fx.Node) -> fx.Node:

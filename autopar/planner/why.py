@@ -84,9 +84,11 @@ class Why:
         table.add_column("memory", justify="right")
         for runner in self.runners:
             share = runner.more_seconds / self.seconds if self.seconds else 0.0
-            parts = sorted(runner.by_term.items(), key=lambda pair: -abs(pair[1]))
+            by_size = sorted(runner.by_term.items(), key=lambda pair: -abs(pair[1]))
             terms = [
-                f"{name} {_signed_seconds(s)}" for name, s in parts if abs(s) > 1e-4 * self.seconds
+                f"{name} {_signed_seconds(s)}"
+                for name, s in by_size
+                if abs(s) > 1e-4 * self.seconds
             ]
             memory = (
                 f"{'-' if runner.more_bytes < 0 else '+'}{format_bytes(abs(runner.more_bytes))}"
@@ -141,8 +143,8 @@ class _Question:
         best = sorted(plans.items(), key=lambda pair: pair[1].seconds)[:5]
         peak_bytes = self.plan.peak_bytes
         runners = tuple(self._runner(text, plan) for text, plan in best)
-        asked = [name for names in self.groups for name in names]
-        notes = uneven_notes_at(self.program, self.plan, asked)
+        chain_names = [name for names in self.groups for name in names]
+        notes = uneven_notes_at(self.program, self.plan, chain_names)
         return Why(self.pattern, chosen, sum(self.spent.values()), peak_bytes, runners, notes)
 
     def _constraint(self, layout: Layouts) -> Constraint:
@@ -212,14 +214,14 @@ class _Question:
 
     def _text(self, plan: Plan) -> str:
         """Return what the nodes asked about split, such as "up x→n y→m, down x→k y→m"."""
-        parts = []
+        texts = []
         for names in self.groups[:_NAMED]:
             letters = [letter_of(self.program, names[0], s) for s in plan.choices[names[0]].splits]
             axes = zip(plan.mesh.names, letters, strict=True)
             split = " ".join(f"{axis}→{letter}" for axis, letter in axes)
-            parts.append(f"{self._short(names[0])} {split}".strip())
+            texts.append(f"{self._short(names[0])} {split}".strip())
         more = len(self.groups) - _NAMED
-        return ", ".join(parts) + (f", and {more} more" if more > 0 else "")
+        return ", ".join(texts) + (f", and {more} more" if more > 0 else "")
 
     def _short(self, name: str) -> str:
         node = next(n for n in self.program.module.graph.nodes if n.name == name)

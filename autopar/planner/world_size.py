@@ -100,8 +100,8 @@ def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memo
         search = LimitedSearch(ShortenedModel(program, world), request, budget)
         search.meshes = layout_candidates
         try:
-            found = search.frugal(plan.seconds, needs.peak)
-            if found.fits(budget) and search.worked_out(found).fits(budget):
+            larger = search.frugal(plan.seconds, needs.peak)
+            if larger.fits(budget) and search.worked_out(larger).fits(budget):
                 return f"{world.ranks} devices"
         except PlanError:
             continue

@@ -190,12 +190,12 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> None:
     """Write rank 0's numbers into these tensors, a bucket of them at a time."""
     for bucket in _buckets(tensors):
         device = ranks.device_of_collectives(bucket[0].device)
-        parts = [_octets(x).to(device) for x in bucket]
-        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+        flat = [_octets(x).to(device) for x in bucket]
+        sent = flat[0] if len(flat) == 1 else torch.cat(flat)
         dist.broadcast(sent, src=0)
-        for x, part in zip(bucket, sent.split([part.numel() for part in parts]), strict=True):
-            if part.data_ptr() != x.data_ptr():  # a clone, as a view as numbers must begin at one
-                x.copy_(part.clone().view(x.dtype).view(x.shape))
+        for x, own in zip(bucket, sent.split([own.numel() for own in flat]), strict=True):
+            if own.data_ptr() != x.data_ptr():  # a clone, as a view as numbers must begin at one
+                x.copy_(own.clone().view(x.dtype).view(x.shape))
 
 
 def _octets(x: torch.Tensor) -> torch.Tensor:

@@ -32,13 +32,13 @@ from autopar.ir.progress import shown
 from autopar.ops.collectives import groups_of
 from autopar.ops.process_groups import connect, undone_on_failure
 from autopar.passes import trace
-from autopar.passes.interleave import interleave_parts
+from autopar.passes.interleave import interleave_microbatches
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.confirm import finish_plan, fit_to_memory
 from autopar.planner.edit import check_edits, compare_figures
 from autopar.planner.objective import cost_terms
 from autopar.planner.padding import check_layout, with_padding_of
-from autopar.planner.pipelines import fit_in_stages, in_stages, require_parts
+from autopar.planner.pipelines import fit_in_stages, in_stages, require_microbatches
 from autopar.planner.plan_context import PlanContext, fingerprint
 from autopar.planner.planner import analyse, choose_on_stored, choose_plan
 from autopar.planner.request import PlanOptions, PlanRequest
@@ -109,7 +109,9 @@ def build_runner(
     """
     device_mesh = open_groups(context, device_type)
     world = ranks.from_rank_0(context.world)  # the order of collectives depends on it
-    program = interleave_parts(context.program) if context.plan.interleaved else context.program
+    program = (
+        interleave_microbatches(context.program) if context.plan.interleaved else context.program
+    )
     return device_mesh, runner(program, world, backend, overlap)
 
 
@@ -189,10 +191,10 @@ def plan_on_rank_0(
     """
     assert request.layout is not None
     if like is None:
-        require_parts(request)
+        require_microbatches(request)
     pipeline = PassManager()
     count = request.microbatches
-    source, parts = ranks.together(
+    source, microbatches = ranks.together(
         "tracing",
         lambda: (
             trace_step(model, inputs, count, pipeline)
@@ -206,7 +208,7 @@ def plan_on_rank_0(
         ranks.together("reading the layout", lambda: check_layout(program, world, request))
 
     def finish_stage(chosen: Program, inner: PlanRequest) -> Plan:
-        return finish_plan(pipeline, source, chosen, world, inner, parts)
+        return finish_plan(pipeline, source, chosen, world, inner, microbatches)
 
     choose = partial(choose_plan, pipeline, program, world)
 
@@ -228,7 +230,7 @@ def plan_on_rank_0(
     without_budget = dataclasses.replace(request, budget=None)
 
     def finish() -> Plan:
-        plan = finish_plan(pipeline, source, program, world, without_budget, parts)
+        plan = finish_plan(pipeline, source, program, world, without_budget, microbatches)
         return in_stages(plan, request, like)
 
     return ranks.together("rewriting", finish)
@@ -306,7 +308,7 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     Example: renew_plan(model, autopar.Plan.load("plan.json"), (tokens, targets)).table()
     """
     pipeline = PassManager()
-    source, parts = trace_step(model, inputs, plan.microbatches, pipeline)
+    source, microbatches = trace_step(model, inputs, plan.microbatches, pipeline)
     require_same_graph(plan, source)
     request = PlanRequest.like(plan, None, Budget(None, plan.optimizer, "none"))
     program = with_padding_of(analyse(pipeline, source, request), plan)
@@ -314,7 +316,7 @@ def renew_plan(model: nn.Module, plan: Plan, inputs: Inputs) -> Plan:
     seconds = sum(cost_terms(program, edited, plan.world).values())
     edited = dataclasses.replace(edited, seconds=seconds, memory=None)
     program = dataclasses.replace(program, plan=edited)
-    renewed = finish_plan(pipeline, source, program, plan.world, request, parts)
+    renewed = finish_plan(pipeline, source, program, plan.world, request, microbatches)
     renewed = in_stages(renewed, request, plan)
     return compare_figures(plan, renewed)
 

@@ -194,7 +194,7 @@ def _microbatches(value: Any) -> str:
         return ""
     if value == "auto" and isinstance(value, str):
         return ""
-    return "it is 'auto' or a whole number of parts, 1 or more, that divides the rows of the batch"
+    return "it is 'auto' or a whole number, 1 or more, that divides the rows of the batch"
 
 
 def _progress(value: Any) -> str:

@@ -281,7 +281,7 @@ class Scheduled:
         return gradients
 
     def take_rest(self) -> Rest | None:
-        """Return the second part of the backward that ran last; None where it ran whole, as within
+        """Return the second half of the backward that ran last; None where it ran whole, as within
         autocast and `detect_anomaly`.
         """
         rest, self.rest = self.rest, None
@@ -327,7 +327,7 @@ class Scheduled:
         module = fx.GraphModule(derived, graph)
         operands = list(graph.find_nodes(op="placeholder"))
         step, inputs = self._step, [n.meta["val"] for n in operands]
-        if any("carried" in n.meta for n in operands):  # the second part of a backward
+        if any("carried" in n.meta for n in operands):  # the second half of a backward
             step = step._replace(saved=_carried_memory(operands, step.saved))
         else:
             inputs[: len(known)] = known
@@ -405,7 +405,7 @@ class Scheduled:
 def _carried_memory(
     operands: Sequence[fx.Node], saved: Mapping[str, SavedMemory]
 ) -> dict[str, SavedMemory]:
-    """Return the storage of each operand of the second part of a backward. `saved`: of what the
+    """Return the storage of each operand of the second half of a backward. `saved`: of what the
     forward saved.
     """
     return {

@@ -4,7 +4,7 @@ this rank would send, or sums what is held with its own (passes/overlap/accumula
 Example: of four backwards three run deferred and one final, and the ranks exchange each gradient
 once. Who asks is an `Accumulator`: `par.no_sync()` is one, micro-batches are another
 (runtime/training). The two further forms are made when there is one, as most modules need none. A
-stage of a zero bubble schedule runs each form in two parts (passes/overlap/split_backward.py):
+stage of a zero bubble schedule runs each form in two halves (passes/overlap/split_backward.py):
 autograd the first, and who has its `Rest` the second. runtime/backends.py has one DeferredBackward
 for each derived backward.
 """
@@ -20,7 +20,7 @@ from torch import fx
 from autopar.ir.graph import copy_graph
 from autopar.ir.layout import Layout
 from autopar.passes.overlap.accumulation import Tail, tails, with_accumulated, without_sums
-from autopar.passes.overlap.split_backward import Halves, inputs_part, split, weights_part
+from autopar.passes.overlap.split_backward import Halves, input_gradients, split, weight_gradients
 
 Form = Literal["reduced", "deferred", "final"]
 Run = Callable[[list[Any]], Any]
@@ -40,15 +40,15 @@ class Accumulator(Protocol):
 
 
 class Rest:
-    """The second part of a backward, of the gradients of weights. `carried`: the values that it
-    takes of the first part.
+    """The second half of a backward, of the gradients of weights. `carried`: the values that it
+    takes of the first half.
     """
 
     def __init__(self, backward: DeferredBackward, carried: list[Any]) -> None:
         self._backward, self.carried = backward, carried
 
     def run(self, accumulator: Accumulator | None) -> list[Any]:
-        """Return the gradients of what the graph takes, None for those of the first part and those
+        """Return the gradients of what the graph takes, None for those of the first half and those
         that the accumulator keeps. What is carried over is freed on the way.
         """
         carried, self.carried = self.carried, []
@@ -93,8 +93,8 @@ class DeferredBackward:
     def make_halves(
         self, compiled: Callable[[fx.Graph], Run], holds_scattered: bool, places: Collection[int]
     ) -> None:
-        """Make both parts of all forms. `holds_scattered`: as `split` of `make`; `places`: of the
-        gradients that the first part gives.
+        """Make both halves of all forms. `holds_scattered`: as `split` of `make`; `places`: of the
+        gradients that the first half gives.
         """
         self._leave_out_larger(holds_scattered)
         halves = split(self._graph, places)
@@ -102,8 +102,8 @@ class DeferredBackward:
         if self.ends:
             rests["deferred"] = without_sums(self._graph, self.ends)
             rests["final"] = with_accumulated(self._graph, self.ends)
-        self._first = compiled(inputs_part(self._graph, halves))
-        self._rests = {form: compiled(weights_part(g, halves)) for form, g in rests.items()}
+        self._first = compiled(input_gradients(self._graph, halves))
+        self._rests = {form: compiled(weight_gradients(g, halves)) for form, g in rests.items()}
         self.halves = halves
 
     def _leave_out_larger(self, holds_scattered: bool) -> None:
@@ -122,14 +122,14 @@ class DeferredBackward:
         return self._run({"reduced": self._summed, **self._variants}, values, accumulator)
 
     def run_first(self, values: list[Any]) -> tuple[list[Any], Rest]:
-        """Run the first part. Return its gradients, None for all others, and what is left to do."""
+        """Run the first half. Return its gradients, None for all others, and what is left to do."""
         assert self._first is not None
         results = list(self._first(values))
         count = len(self._layouts)
         return results[:count], Rest(self, results[count:])
 
     def run_rest(self, carried: list[Any], accumulator: Accumulator | None) -> list[Any]:
-        """Run the second part in the form that the accumulator asks for."""
+        """Run the second half in the form that the accumulator asks for."""
         return list(self._run(self._rests, carried, accumulator))
 
     def _run(
@@ -146,11 +146,11 @@ class DeferredBackward:
                 results[tail.place] = None
             return results
         device = next(x.device for x in values if isinstance(x, torch.Tensor))
-        kept = zip(self.ends, accumulator.take(self.ends), strict=True)
+        sums = zip(self.ends, accumulator.take(self.ends), strict=True)
         values.extend(
             torch.zeros(tail.layout.local_shape, dtype=tail.dtype, device=device)
             if own is None
             else own
-            for tail, own in kept
+            for tail, own in sums
         )
         return runs[form](values)

@@ -2,9 +2,9 @@
 
 A lockstep run has its ranks run emitted graphs, whose collectives ask `comm.simulator`. Derived
 graphs have torch's functional collectives, which know process groups alone: here each is replaced
-by an exchange of the run. So a zero bubble schedule is compared with one device in the two parts of
-a backward that real ranks run. stages_check.py has one DerivedInLockstep for each stage, on which
-the threads of its ranks take turns.
+by an exchange of the run. So a zero bubble schedule is compared with one device in the two halves
+of a backward that real ranks run. stages_check.py has one DerivedInLockstep for each stage, on
+which the threads of its ranks take turns.
 """
 
 from __future__ import annotations

@@ -391,7 +391,7 @@ def _path(source: str) -> str:
     """
     text = re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", source)
     text = re.sub(r"^[LG]\[(['\"])(\w+)\1\]", r"\2", text)
-    text = ".".join(part for part in re.split(r"\W+", text) if part)
+    text = ".".join(word for word in re.split(r"\W+", text) if word)
     return re.sub(r"^self(\.|$)", "", text)
 
 

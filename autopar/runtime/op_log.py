@@ -279,10 +279,10 @@ def _match_threads(
         return None
     remaining, matched = [list(reversed(thread)) for thread in threads], {}
     for place, collective in own:
-        fitting = [thread for thread in remaining if thread and collective.fits(thread[-1])]
-        if not fitting:
+        matching = [thread for thread in remaining if thread and collective.fits(thread[-1])]
+        if not matching:
             return None
-        matched[place] = min(fitting, key=lambda thread: thread[-1].time_range.start).pop()
+        matched[place] = min(matching, key=lambda thread: thread[-1].time_range.start).pop()
     return matched
 
 

@@ -658,10 +658,10 @@ def _plain_class(x: Any) -> Any:
 
 
 def _lies_as(x: DTensor, like: DTensor) -> bool:
-    one, other = placing_of(x), placing_of(like)
-    if one is other:
+    own, other = placing_of(x), placing_of(like)
+    if own is other:
         return True
-    return one.placements == other.placements and one.mesh == other.mesh
+    return own.placements == other.placements and own.mesh == other.mesh
 
 
 def _is_partial(x: DTensor) -> bool:

@@ -25,13 +25,13 @@ from autopar.ir.pipeline_schedule import Action, actions, runs_in_halves
 from autopar.ir.program import Input, Program
 from autopar.ops.collectives import groups_of
 from autopar.ops.links import Links
-from autopar.passes.microbatches import Parts, without_microbatches
+from autopar.passes.microbatches import Microbatches, without_microbatches
 from autopar.passes.stages import Stage, cut
 from autopar.runtime import lockstep
 from autopar.runtime.derived_in_lockstep import DerivedInLockstep
-from autopar.runtime.parts_check import leaves_of_parts
+from autopar.runtime.microbatches_check import leaves_of_microbatches
 from autopar.runtime.reference import double_by_default, tensor_to_float64, to_float64
-from autopar.runtime.training.parts_run import batch_program
+from autopar.runtime.training.microbatches_run import batch_program
 from autopar.runtime.training.stages_run import StagesRun, own_program
 
 _STEPS, _RATE, _SEED = 3, 1e-3, 1234
@@ -49,37 +49,43 @@ class _Trained(NamedTuple):
     loss: Tensor
     gradients: dict[str, Tensor]  # of the first step, by placeholder
     parameters: dict[str, Tensor]  # after the last
-    backwards: Counter[Action]  # how often each one ran, whole or in two parts
+    backwards: Counter[Action]  # how often each one ran, whole or in two halves
 
 
 def compare_stages(
-    program: Program, reference: Program, parts: Parts | None, inputs: Any, tolerance: float
+    program: Program,
+    reference: Program,
+    microbatches: Microbatches | None,
+    inputs: Any,
+    tolerance: float,
 ) -> StageErrors:
-    """Return the errors of a program in stages. `program`: the emitted one of a part, with a plan;
-    `reference`: the same part on one device. Raises VerificationError past `tolerance`, naming the
-    parameter and the rank.
+    """Return the errors of a program in stages. `program`: the emitted one of a micro-batch, with a
+    plan; `reference`: the same micro-batch on one device. Raises VerificationError past
+    `tolerance`, naming the parameter and the rank.
     """
     plan = program.plan
     assert plan is not None and plan.stage_starts
-    parts = parts or without_microbatches(program)
+    microbatches = microbatches or without_microbatches(program)
     pipeline = plan.pipeline
-    schedule = actions(plan.schedule, pipeline, parts.count)
+    schedule = actions(plan.schedule, pipeline, microbatches.count)
     stages = cut(program, plan.stage_starts)
     with double_by_default():
         totals = None
-        if parts.totals is not None:
-            totals = to_float64(Program(parts.totals, program.signature)).module
+        if microbatches.totals is not None:
+            totals = to_float64(Program(microbatches.totals, program.signature)).module
         batch = [
             tensor_to_float64(x) if isinstance(x, Tensor) else x for x in pytree.tree_leaves(inputs)
         ]
-        calls = leaves_of_parts(_by_parts_of_ranks(batch, program, parts), parts, totals)
+        calls = leaves_of_microbatches(
+            _in_order_of_microbatches(batch, program, microbatches), microbatches, totals
+        )
         expected = _train(
             lambda own: _loss_on_a_device(reference, calls, own), _own_parameters(reference)
         )
         runs = [_run_of(stage, runs_in_halves(schedule)) for stage in stages]
         ranks = lockstep.run(
             plan.mesh,
-            lambda rank: _on_rank(rank, program, parts, stages, runs, schedule, batch),
+            lambda rank: _on_rank(rank, program, microbatches, stages, runs, schedule, batch),
             groups_of(program.module),
             pipeline.ranks,
         )
@@ -100,17 +106,19 @@ def compare_stages(
     return StageErrors(max(losses), max(gradients.values()), max(steps.values()))
 
 
-def _by_parts_of_ranks(batch: Sequence[Any], program: Program, parts: Parts) -> list[Any]:
-    """Return the leaves with their rows in the order of the parts that ranks run: each part has as
-    many of every rank. So the same rows of a part draw the same random numbers.
+def _in_order_of_microbatches(
+    batch: Sequence[Any], program: Program, microbatches: Microbatches
+) -> list[Any]:
+    """Return the leaves with their rows in the order of the micro-batches that ranks run: each has
+    as many rows of every rank. So the same rows draw the same random numbers.
     """
-    entries = [e for e in program.signature.inputs if e.position in parts.split]
+    entries = [e for e in program.signature.inputs if e.position in microbatches.split]
     blocks = max(
         (math.prod(d.size for d in program.layouts[e.node].digits(0)) for e in entries), default=1
     )
     return [
-        leaf.unflatten(0, (blocks, parts.count, -1)).transpose(0, 1).flatten(0, 2)
-        if place in parts.split
+        leaf.unflatten(0, (blocks, microbatches.count, -1)).transpose(0, 1).flatten(0, 2)
+        if place in microbatches.split
         else leaf
         for place, leaf in enumerate(batch)
     ]
@@ -128,7 +136,7 @@ def _own_parameters(reference: Program) -> dict[str, Tensor]:
 def _loss_on_a_device(
     reference: Program, calls: Sequence[Sequence[Any]], own: dict[str, Tensor]
 ) -> Tensor:
-    """Return the loss of a step: the sum over its parts."""
+    """Return the loss of a step: the sum over its micro-batches."""
     losses = []
     for number, leaves in enumerate(calls):
         values = [_value(e, reference, leaves, own, number) for e in reference.signature.inputs]
@@ -138,7 +146,7 @@ def _loss_on_a_device(
 
 
 def _value(
-    entry: Input, program: Program, leaves: Sequence[Any], own: dict[str, Tensor], part: int
+    entry: Input, program: Program, leaves: Sequence[Any], own: dict[str, Tensor], microbatch: int
 ) -> Any:
     if entry.kind == "parameter":
         return own[entry.node]
@@ -146,7 +154,7 @@ def _value(
         assert entry.position is not None
         return leaves[entry.position]
     if entry.kind == "seed":
-        return torch.tensor(_SEED + part)
+        return torch.tensor(_SEED + microbatch)
     return program.tensors[entry.target].detach()
 
 
@@ -173,7 +181,7 @@ def _train(loss_of: Callable[[dict[str, Tensor]], Tensor], own: dict[str, Tensor
 
 def _run_of(stage: Stage, splits: bool) -> Callable[..., Any]:
     """Return what runs a stage in lockstep: its graph, or what is derived of it where a backward
-    runs in two parts.
+    runs in two halves.
     """
     plan = stage.program.plan
     assert plan is not None
@@ -191,14 +199,14 @@ class _LockstepRun(StagesRun):
 
     def _gather(self, entry: Input, own: Tensor) -> Tensor:
         assert entry.position is not None
-        found: Tensor = self.leaves[entry.position]
-        return found
+        leaf: Tensor = self.leaves[entry.position]
+        return leaf
 
 
 def _on_rank(
     rank: int,
     program: Program,
-    parts: Parts,
+    microbatches: Microbatches,
     stages: Sequence[Stage],
     runs: Sequence[Callable[..., Any]],
     schedule: Sequence[Sequence[Action]],
@@ -211,11 +219,19 @@ def _on_rank(
     coordinate = mesh.coordinate(rank % max(1, mesh.size))
     own_stages = [stages[number] for number in pipeline.stages_of(links.copy)]
     own_runs = {stage.number: runs[stage.number] for stage in own_stages}
-    part = own_program(program, own_stages)
+    rank_program = own_program(program, own_stages)
     run = _LockstepRun(
-        part, parts, None, stages, own_runs, schedule, pipeline, links, torch.device("cpu")
+        rank_program,
+        microbatches,
+        None,
+        stages,
+        own_runs,
+        schedule,
+        pipeline,
+        links,
+        torch.device("cpu"),
     )
-    batch = batch_program(part, parts)
+    batch = batch_program(rank_program, microbatches)
     run.leaves = leaves
     own: dict[str, Tensor] = {}
     for entry in batch.signature.inputs:
@@ -239,7 +255,8 @@ def _on_rank(
                 value = _value(entry, program, leaves, own, 0)
             values.append(value)
         seeds = sum(entry.kind == "seed" for entry in batch.signature.inputs)
-        later = [torch.tensor(_SEED + n) for n in range(1, parts.count) for _ in range(seeds)]
+        numbers = range(1, microbatches.count)
+        later = [torch.tensor(_SEED + n) for n in numbers for _ in range(seeds)]
         results = run(*values, *later)
         loss: Tensor = results[run.loss_place]
         return loss
@@ -250,8 +267,8 @@ def _on_rank(
 def _require_each_backward_once(
     ranks: Sequence[_Trained], schedule: Sequence[Sequence[Action]], size: int
 ) -> None:
-    """Raise VerificationError where a backward, or a part of one, ran more or less than once a
-    step: parity would hide it. `size`: ranks of a stage.
+    """Raise VerificationError where a backward, or half of one, ran more or less than once a step:
+    parity would hide it. `size`: ranks of a stage.
     """
     for rank, trained in enumerate(ranks):
         wanted = {action: _STEPS for action in schedule[rank // max(1, size)] if action.kind != "F"}
@@ -277,7 +294,7 @@ def _errors(
     """Return the error of each tensor on the worst of the stages that hold it."""
     assert program.plan is not None
     size = max(1, program.plan.mesh.size)
-    found = {}
+    error_of = {}
     for name, value in expected.items():
         errors = []
         for first in range(0, len(ranks), size):
@@ -285,8 +302,8 @@ def _errors(
             if all(x is not None for x in own):
                 joined = join_unpadded(program.layouts[name], own, program.pads(name))
                 errors.append(_error(joined, value, least))
-        found[name] = max(errors, default=float("inf"))
-    return found
+        error_of[name] = max(errors, default=float("inf"))
+    return error_of
 
 
 def _error(actual: Tensor, expected: Tensor, least: float) -> float:

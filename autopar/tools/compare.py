@@ -149,18 +149,18 @@ def _verdict(figures: tuple[Figure, ...], names: tuple[str, str], same_graph: bo
     """Return who is faster, sends less and holds less, in one sentence."""
     words = {"step": ("faster", "slower"), "sent": ("less sent", "more sent"),
              "peak memory": ("less memory", "more memory")}  # fmt: skip
-    parts = []
+    texts = []
     for figure in figures:
         if figure.name in words:
             amount = amount_text(abs(figure.more), figure.unit)
             share = f" ({abs(figure.more) / figure.first:.1%})" if figure.first else ""
             less, more = words[figure.name]
-            parts.append(
+            texts.append(
                 f"as much {figure.name}" if _same(figure.first, figure.second)
                 else f"{amount}{share} {less if figure.more < 0 else more}"
             )  # fmt: skip
     other = "" if same_graph else "; they are for different graphs: another model, batch or mode"
-    return f"{names[1]} against {names[0]}: {', '.join(parts)}{other}"
+    return f"{names[1]} against {names[0]}: {', '.join(texts)}{other}"
 
 
 def _subgraph_differences(first: Plan, second: Plan) -> tuple[tuple[SubgraphDifference, ...], int]:
@@ -225,8 +225,8 @@ def _stored_differences(first: Plan, second: Plan) -> Iterable[StoredDifference]
         ]
         if texts[0] != texts[1]:
             pairs[_pattern(name), texts[0], texts[1]] += 1
-    for (name, one, other), count in pairs.items():
-        yield StoredDifference(name, count, one, other)
+    for (name, own, other), count in pairs.items():
+        yield StoredDifference(name, count, own, other)
 
 
 def amount_text(value: float, unit: str) -> str:

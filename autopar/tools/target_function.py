@@ -30,8 +30,8 @@ def import_function(text: str) -> Callable[..., Any]:
     path, _, name = text.rpartition(":")
     module = _load_file(text, Path(path)) if path.endswith(".py") else _load_module(text, path)
     function: Any = module
-    for part in name.split("."):
-        function = getattr(function, part, None)
+    for attribute in name.split("."):
+        function = getattr(function, attribute, None)
     if not callable(function):
         names = ", ".join(_names_in(module)) or "none"
         file = getattr(module, "__file__", None)
@@ -71,11 +71,11 @@ def _load_file(text: str, file: Path) -> ModuleType:
     if (folder := str(file.parent.absolute())) not in sys.path:
         sys.path.insert(0, folder)
     name = file.stem if file.stem not in sys.modules else f"target {file.absolute()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None  # as for every name that ends in .py
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    source = importlib.util.spec_from_file_location(name, file)
+    assert source is not None and source.loader is not None  # as for every name that ends in .py
+    module = sys.modules[name] = importlib.util.module_from_spec(source)
     try:
-        spec.loader.exec_module(module)
+        source.loader.exec_module(module)
     except ModuleNotFoundError as error:
         missing = f"it imports {error.name!r}, which is not installed and not beside it"
         raise TargetError(f"target {text!r}: {missing}") from None

@@ -94,7 +94,7 @@ class GptAttention(nn.Module):
         self.out = nn.Linear(sizes.width, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (_split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (_split_heads(y, self.heads) for y in self.qkv(x).chunk(3, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -247,10 +247,10 @@ class Batch:
     @staticmethod
     def parse(text: str) -> Batch:
         """Read "samples x sequence", as "64x4096". Raises TargetError for anything else."""
-        parts = text.lower().replace("×", "x").split("x")
-        if len(parts) != 2 or not all(part.strip().isdigit() and int(part) for part in parts):
+        numbers = text.lower().replace("×", "x").split("x")
+        if len(numbers) != 2 or not all(n.strip().isdigit() and int(n) for n in numbers):
             raise TargetError(f"batch {text!r}: write samples x sequence, for example 64x4096")
-        return Batch(int(parts[0]), int(parts[1]))
+        return Batch(int(numbers[0]), int(numbers[1]))
 
 
 # -- from text to a target -------------------------------------------------------------------------
@@ -334,8 +334,8 @@ def _call_target(text: str, function: Callable[..., Any], batch: Batch | None) -
         or not isinstance(result[0], nn.Module)
         or not isinstance(result[1], tuple | list | Mapping | Tensor)
     ):
-        parts = result if isinstance(result, tuple) else (result,)
-        types = ", ".join(type(part).__name__ for part in parts)
+        results = result if isinstance(result, tuple) else (result,)
+        types = ", ".join(type(x).__name__ for x in results)
         raise TargetError(
             f"target {text!r} returned ({types}): return (model, inputs), an nn.Module and a tuple "
             "of positional or a dict of keyword arguments"

@@ -383,7 +383,7 @@ def check_backend(backend: str) -> None:
     names: "cpu:gloo,cuda:nccl" has one for each type of device.
     """
     backends = {*_BACKENDS, *getattr(dist.Backend, "backend_list", ())}
-    names = [part.rpartition(":")[2] for part in backend.split(",")]
+    names = [entry.rpartition(":")[2] for entry in backend.split(",")]
     unknown = [name for name in names if name not in backends]
     if unknown:
         raise WorldError(

@@ -36,10 +36,10 @@ class Kind:
     """A kind of document, such as "plan" or "world".
 
     `name`: its name in messages; `none`: what they say of a file that is no such document, "is no
-    plan". `error`: the class of errors to raise; `parts`: another class for faults that all lie in
-    one field, as WorldError for a plan's `world`. `version`: the format that this autopar reads
-    and writes; `remedy`: what to do about a file of another version; `unversioned`: a file that
-    names no version is read as this one. `renewed`: makes the fields of today of those that an
+    plan". `error`: the class of errors to raise; `errors_inside`: another class for faults that all
+    lie in one field, as WorldError for a plan's `world`. `version`: the format that this autopar
+    reads and writes; `remedy`: what to do about a file of another version; `unversioned`: a file
+    that names no version is read as this one. `renewed`: makes the fields of today of those that an
     earlier autopar wrote in this version.
     """
 
@@ -49,7 +49,7 @@ class Kind:
     version: int
     remedy: str
     unversioned: bool = False
-    parts: Mapping[str, type[AutoparError]] = field(default_factory=dict)
+    errors_inside: Mapping[str, type[AutoparError]] = field(default_factory=dict)
     renewed: Callable[[dict[str, Any]], dict[str, Any]] = lambda data: data
 
 
@@ -94,16 +94,16 @@ def checked_inside(adapter: TypeAdapter[T], data: Any, where: str, kind: Kind) -
 
 
 def _validated(adapter: TypeAdapter[T], text: str, where: str, kind: Kind) -> T:
-    """Validate the text; faults that all lie in one of `kind.parts` raise that part's error."""
+    """Validate the text; faults that all lie in one of `kind.errors_inside` raise its error."""
     try:
         return adapter.validate_json(text, strict=True)
     except ValidationError as error:
         inside = {str(fault["loc"][0]) for fault in error.errors() if fault["loc"]}
-        part = inside.pop() if len(inside) == 1 else ""
+        place = inside.pop() if len(inside) == 1 else ""
         incomplete = any(fault["type"] == "missing" for fault in error.errors())
         remedy = f". {kind.remedy[0].upper()}{kind.remedy[1:]}" if incomplete else ""
         message = f"{where} {kind.none}: {sentences(error)}{remedy}"
-        raise kind.parts.get(part, kind.error)(message) from None
+        raise kind.errors_inside.get(place, kind.error)(message) from None
 
 
 def renewed_world(data: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def sentences(error: ValidationError) -> str:
 
 
 def _sentence(fault: Any) -> str:
-    where = ".".join(_path_part(part) for part in fault["loc"])
+    where = ".".join(_step_of_path(step) for step in fault["loc"])
     if fault["type"] == "missing":
         return (
             f"{where}: it is missing, the file is cut short, of another kind or of an old autopar"
@@ -199,9 +199,9 @@ def _sentence(fault: Any) -> str:
     )
 
 
-def _path_part(part: str | int) -> str:
+def _step_of_path(step: str | int) -> str:
     """Return a step of a fault's path, in quotes where it is blank."""
-    return shown(part).strip("'") if str(part).strip() else repr(part)
+    return shown(step).strip("'") if str(step).strip() else repr(step)
 
 
 def _printable(text: str) -> str:

@@ -145,8 +145,8 @@ class World:
     @cached_property
     def _hash(self) -> int:
         factors = tuple(sorted(self.factors.items()))
-        parts = self.levels, self.device, self.backend, self.links, self.launch_s, self.measured
-        return hash((parts, factors, self.contention))
+        fields = self.levels, self.device, self.backend, self.links, self.launch_s, self.measured
+        return hash((fields, factors, self.contention))
 
     @cached_property
     def ranks(self) -> int:

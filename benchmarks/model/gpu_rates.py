@@ -53,7 +53,7 @@ Times = dict[str, float]  # milliseconds by part
 
 
 # -- measuring -------------------------------------------------------------------------------------
-def milliseconds(work: Callable[[], object]) -> float:
+def milliseconds(work: Callable[..., object]) -> float:
     for _ in range(3):
         work()
     often = max(3, int(20 / max(_timed(work, 3), 1e-3)))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.model.interleaved
 
-Two parts of a step are independent but for gradients, so one may compute while the other waits for
-its collectives. The events of two parts, gradients deferred, are simulated once one after the other
-and once alternating, by the scheduler that orders real steps. Printed is the time of the second
-over the first, for a block-wise GPT of this width under several layouts.
+Two micro-batches of a step are independent but for gradients, so one may compute while the other
+waits for its collectives. The events of two micro-batches, gradients deferred, are simulated once
+one after the other and once alternating, by the scheduler that orders real steps. Printed is the
+time of the second over the first, for a block-wise GPT of this width under several layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import torch
 
 import autopar
-from autopar.cost.parts import deferred_values
 from autopar.cost.simulator import interleave, simulate
 from autopar.cost.simulator.step_events import Events
 from autopar.tools.targets import NAMED, Gpt
@@ -25,7 +24,7 @@ LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp", "atp")
 
 
 def ratio(layout: str, world: autopar.World, width: int) -> float:
-    """Seconds of two interleaved parts over those of two parts in turn."""
+    """Seconds of two interleaved micro-batches over those of two one after the other."""
     gpt = NAMED["gpt2"]
     sizes = dataclasses.replace(gpt, width=width, heads=width // 128, layers=4, context=2048)
     with torch.device("meta"):
@@ -35,8 +34,8 @@ def ratio(layout: str, world: autopar.World, width: int) -> float:
         model, world, (ids, ids), layout, memory=1e15, smaller=False, microbatches=2,
         outputs="sharded",
     )  # fmt: skip
-    program = plan.context.program
-    events = Events(program, world, deferred_values(program)).run()
+    assert plan.context is not None
+    events = Events(plan.context.program, world, between=True).run()
     return interleave(events).seconds / (2 * simulate(events).seconds)
 
 

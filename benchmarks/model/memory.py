@@ -147,7 +147,7 @@ def table(rows: Iterable[Counted]) -> Table:
         case = row.case
         sizes = (row.limit, row.planned, row.measured)
         limit, planned, measured = (f"{size / 2**20:.2f}" if size else "" for size in sizes)
-        how = "auto" if case.limit is not None else case.recompute
+        how: str = "auto" if case.limit is not None else case.recompute
         how += f", {case.microbatches} parts" * (case.microbatches != 1)
         if case.stages > 1:
             how += f", stage {row.stage} of {case.stages}, {case.schedule}"

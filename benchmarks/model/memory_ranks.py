@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,13 @@ from torch import nn
 
 import autopar
 from autopar._compat import pytree
+from autopar.cost.memory import Recompute
 from autopar.planner.pipelines import memory_by_rank
 from autopar.world import ranks as running
 from benchmarks.models import Llama
 from examples.gpt import GPT, Config
+
+Sizes = dict[str, Any]  # of a configuration of transformers
 
 STEPS = 4  # the first derives the graphs and makes the optimizer's states
 
@@ -41,11 +44,11 @@ class Case:
     model: str
     ranks: int
     layout: str
-    recompute: str = "none"
+    recompute: Recompute = "none"
     limit: float | None = None
     overlap: bool = True
     between: bool = False
-    microbatches: int | str = 1
+    microbatches: int | Literal["auto"] = 1
     stages: int = 1
     schedule: str = "1f1b"
     rounds: int = 1
@@ -111,8 +114,13 @@ def _labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Ten
 def qwen() -> Example:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "head_dim": 32}
-    heads = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+    sizes: Sizes = {
+        "vocab_size": 2048,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "head_dim": 32,
+    }
+    heads: Sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, use_cache=False))
     return model, _labelled(2048, 8, 128)
 
@@ -120,34 +128,49 @@ def qwen() -> Example:
 def gpt2(dropout: float = 0.1) -> Example:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"vocab_size": 2048, "n_positions": 128, "n_embd": 256, "n_layer": 4, "n_head": 8}
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    sizes: Sizes = {
+        "vocab_size": 2048,
+        "n_positions": 128,
+        "n_embd": 256,
+        "n_layer": 4,
+        "n_head": 8,
+    }
+    drops: Sizes = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
     return GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False)), _labelled(2048, 8, 128)
 
 
 def bert() -> Example:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4}
-    more = {"num_attention_heads": 8, "intermediate_size": 1024, "max_position_embeddings": 128}
-    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes: Sizes = {"vocab_size": 2048, "hidden_size": 256, "num_hidden_layers": 4}
+    more: Sizes = {
+        "num_attention_heads": 8,
+        "intermediate_size": 1024,
+        "max_position_embeddings": 128,
+    }
+    drops: Sizes = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     return BertForMaskedLM(BertConfig(**sizes, **more, **drops)), _labelled(2048, 8, 128)
 
 
 def t5() -> Example:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 2048, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 2}
-    more = {"num_heads": 8, "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0}
+    sizes: Sizes = {"vocab_size": 2048, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_layers": 2}
+    more: Sizes = {
+        "num_heads": 8,
+        "dropout_rate": 0.0,
+        "use_cache": False,
+        "decoder_start_token_id": 0,
+    }
     return T5ForConditionalGeneration(T5Config(**sizes, **more)), _labelled(2048, 8, 64)
 
 
 def vit() -> Example:
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
-    more = {"intermediate_size": 1024, "image_size": 64, "patch_size": 8, "num_labels": 32}
-    drops = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    sizes: Sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
+    more: Sizes = {"intermediate_size": 1024, "image_size": 64, "patch_size": 8, "num_labels": 32}
+    drops: Sizes = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
     pixels, labels = torch.randn(16, 3, 64, 64), torch.arange(16) % 32
     model = ViTForImageClassification(ViTConfig(**sizes, **more, **drops))
     return model, {"pixel_values": pixels, "labels": labels}

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import combinations
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from rich import box
@@ -35,6 +35,7 @@ from torch import nn
 
 import autopar
 from autopar import Grid4D, World
+from autopar.cost.memory import Recompute
 from autopar.tools.targets import Gpt, Llama, Sizes
 from autopar.world import Device
 from autopar.world.kernel_rates import FLASH_2_ON_A100, FLASH_2_ON_H100, attention_points
@@ -68,7 +69,7 @@ class Run:
     shards: str
     micro: int
     parts: int
-    recompute: str
+    recompute: Recompute
     reduced_in: str
     metric: str
     value: float
@@ -154,7 +155,7 @@ def _run(row: dict[str, str]) -> tuple[Run, str]:
     run = Run(
         row["source"], row["model"], sizes, int(row["seq"]), batch, gpus,
         _gpu(row["gpu_type"]), tensor, _shards(sharding), micro or max(1, samples // parts), parts,
-        row["recompute"] or "none", _reduced_in(row["dtype"]), row["reported_metric"],
+        _recompute(row), _reduced_in(row["dtype"]), row["reported_metric"],
         float(row["value"]),
     )  # fmt: skip
     return run, _unmodelled(row)
@@ -181,6 +182,14 @@ def _number(name: str, text: str) -> int:
     """Return the number after a name, as 8 in "mbs8"; 0 where there is none."""
     match = re.search(rf"{name}\s*=?\s*(\d+)", text)
     return int(match[1]) if match else 0
+
+
+def _recompute(row: dict[str, str]) -> Recompute:
+    name: Recompute
+    for name in get_args(Recompute):
+        if name == (row["recompute"] or "none"):
+            return name
+    raise ValueError(f"{row['source']} recomputes {row['recompute']!r}")
 
 
 def _shards(text: str) -> str:
@@ -279,7 +288,9 @@ def _planned(run: Run, layers: int) -> tuple[float, float]:
     """Return the seconds of one micro-batch, and of the optimizer's step, of as many layers."""
     ranks = run.gpus // run.tensor
     grid = Grid4D(y=run.tensor, **{"z" if run.shards else "data": ranks})
-    recompute = "gathers" if run.shards == "full" and run.recompute == "none" else run.recompute
+    recompute: Recompute = (
+        "gathers" if run.shards == "full" and run.recompute == "none" else run.recompute
+    )
     with torch.device("meta"):
         model = _model(replace(run.sizes, layers=layers)).to(torch.bfloat16)
         tokens = torch.zeros(run.micro * ranks, run.sequence, dtype=torch.long)

@@ -297,7 +297,7 @@ def steps(job: Job, among: list[Grid4D]) -> list[Step]:
         grid, layers = among[index], job.sizes.layers
         return Step(grid, way, layers, forward, other, layer[index], rest[index])
 
-    found.sort(key=lambda candidate: made(*candidate, like).seconds())
+    found.sort(key=lambda candidate: made(candidate[0], candidate[1], like).seconds())
     shapes = dict.fromkeys((among[index].x, among[index].y) for index, _ in found)
     few = list(shapes)[:FEW]  # what is computed depends on these two axes more than on the others
     likely = [next(c for c in found if (among[c[0]].x, among[c[0]].y) == shape) for shape in few]

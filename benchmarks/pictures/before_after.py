@@ -92,8 +92,8 @@ def picture() -> str:
     ]
     for rank in range(mesh.size):
         drawn.append(text(_x(rank), 42, f"rank {rank}"))
-        for line, (axis, at) in enumerate(mesh.coordinate(rank).items()):
-            drawn.append(text(_x(rank), 59 + 15 * line, f"{axis} {at}", "small"))
+        for place, (axis, at) in enumerate(mesh.coordinate(rank).items()):
+            drawn.append(text(_x(rank), 59 + 15 * place, f"{axis} {at}", "small"))
     x = Layout(mesh, (ROWS, WIDTH), program.layouts["x"].states)
     drawn += _boxes(TOP, "x", x, None)
     for number, line in enumerate(lines, 1):

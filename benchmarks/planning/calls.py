@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 import autopar
-from autopar import api
+from autopar.planner import division
 from autopar.tools.targets import Batch, resolve
 
 AUTOPAR = Path(autopar.__file__).parent
@@ -94,19 +94,19 @@ def _module(path: str) -> str:
 @contextmanager
 def noted_after_tracing(calls: Calls) -> Iterator[None]:
     """Note calls from the moment at which the model is traced: tracing is torch's own work."""
-    trace_step = api.trace_step
+    trace_step = division.trace_step
 
     def trace(*args: Any) -> Any:
         traced = trace_step(*args)
         sys.settrace(calls)
         return traced
 
-    api.trace_step = trace
+    division.trace_step = trace  # type: ignore[assignment]
     try:
         yield
     finally:
         sys.settrace(None)
-        api.trace_step = trace_step
+        division.trace_step = trace_step
 
 
 def main() -> None:

@@ -30,8 +30,10 @@ import autopar
 from autopar import _compat
 from autopar.cost.memory import Budget
 from autopar.cost.simulator.graph_events import Phase
+from autopar.cost.simulator.liveness import StepMemory
 from autopar.ir.program import Input, Program
 from autopar.passes import OPTIONS
+from autopar.passes.overlap import DerivedGraph
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.confirm import finish_plan
 from autopar.planner.planner import analyse, choose_plan
@@ -53,9 +55,9 @@ class Counted(PassManager):
         super().__init__()
         self.cpu: dict[str, float] = {}
 
-    def run(self, name: str, *given: Any) -> Program:
+    def run(self, name: str, *arguments: Any) -> Any:
         started = time.process_time()
-        program = super().run(name, *given)
+        program = super().run(name, *arguments)
         self.cpu[name] = time.process_time() - started
         return program
 
@@ -66,11 +68,12 @@ class Timed(Scheduled):
     seconds = 0.0
     nodes = 0
 
-    def _finish(self, module: fx.GraphModule, phase: Phase, primals: float) -> None:
+    def _scheduled(self, graph: fx.Graph, phase: Phase, step: StepMemory) -> DerivedGraph:
         started = time.process_time()
-        super()._finish(module, phase, primals)
+        derived = super()._scheduled(graph, phase, step)
         self.seconds += time.process_time() - started
-        self.nodes += len(module.graph.nodes)
+        self.nodes += len(derived.graph.nodes)
+        return derived
 
 
 def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
@@ -80,7 +83,9 @@ def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
     pipeline = Counted()
     source = trace_model(model, inputs, pipeline)
     chose = choose_plan(pipeline, analyse(pipeline, source), world, asked)
-    program = finish_plan(pipeline, source, chose, world, asked).context.program
+    plan = finish_plan(pipeline, source, chose, world, asked)
+    assert plan.context is not None
+    program = plan.context.program
     run = Timed(program, world, OPTIONS)
     started = time.process_time()
     with _compat.fake_mode():

@@ -26,7 +26,7 @@ import json
 import math
 import sys
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,12 +95,12 @@ class Planned:
         ):
             yield move, collective.bytes
 
-    def gigabytes(self) -> Counter[str]:
+    def gigabytes(self) -> dict[str, float]:
         """What a rank sends, by what it is for; the peer counts an all-to-all as we do."""
-        found: Counter[str] = Counter()
+        sent_by_purpose: dict[str, float] = defaultdict(float)
         for move, sent in self.moves:
-            found[self._purpose(move)] += sent / 1e9
-        return found
+            sent_by_purpose[self._purpose(move)] += sent / 1e9
+        return sent_by_purpose
 
     def _purpose(self, move: SentCollective) -> str:
         if move.inside or move.node.meta["value"][0] not in self.plan.stored:
@@ -205,7 +205,7 @@ def over_the_link(found: Planned) -> float:
         kind, digits = move.traffic.collective, pattern(found.plan.mesh, move.axes)
         whole = float(move.traffic.elements * move.element_bytes)
         inside = move.node.kwargs.get("backward_inside" if move.backward else "inside", ())
-        for ranks in [inside] if isinstance(inside, int) else inside:
+        for ranks in [inside] if isinstance(inside, int) else inside:  # type: ignore[union-attr]
             assert isinstance(ranks, int)
             within, digits = next((a, b) for a, b in halves(digits) if size(a) == ranks)
             assert not _leaves_a_node(within)
@@ -230,13 +230,14 @@ def llama() -> dict[str, dict[str, float]]:
     ):
         one = planned(named("llama3-8b", 64, 4)(), world, str(MESH), torch.float32, again)
         sent = one.gigabytes()
+        total = sum(sent.values())
         found[name] = {
             **{purpose: sent[purpose] for purpose in sorted(sent)},
-            "GB": sent.total(),
-            "of 2.954": sent.total() / PEER_ONCE_GB,
-            "of 3.338": sent.total() / PEER_GB,
-            "blocks gathering twice": sent.total() + one.blocks_gathers(),
-            "all weights twice": sent.total() + sent["gathers of weights"],
+            "GB": total,
+            "of 2.954": total / PEER_ONCE_GB,
+            "of 3.338": total / PEER_GB,
+            "blocks gathering twice": total + one.blocks_gathers(),
+            "all weights twice": total + sent["gathers of weights"],
             "ms a step, as chosen": 1e3 * one.plan.seconds,
             "ms of collectives, peer's": 1e3 * peers_seconds((m for m, _ in one.moves), theirs),
             "gap": one.plan.gap,
@@ -260,13 +261,13 @@ def hidden() -> dict[str, dict[str, float]]:
     """The GPT's plans, the shortest simulated step first; one of them has the least sum."""
     model, inputs = small_gpt()
     program = analyse(PassManager(), trace.trace(model, inputs, {}))
-    model = ShortenedModel(program, world := cluster())
+    shortened = ShortenedModel(program, world := cluster())
     return {
         f"plan {number}": {
             "step, ms": 1e3 * simulate_plan(one.program, world),
             "sum, ms": 1e3 * one.plan.seconds,
         }
-        for number, one in enumerate(fastest_plans(model, PlanRequest(overlap=True)), 1)
+        for number, one in enumerate(fastest_plans(shortened, PlanRequest(overlap=True)), 1)
     }
 
 

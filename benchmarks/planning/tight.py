@@ -52,7 +52,7 @@ def rows(width: str, ranks: int) -> list[Row]:
         row: Row = {"width": width, "ranks": ranks, "share": share}
         try:
             plan = autopar.plan(model, world, (tokens, tokens), memory=limit, smaller=False)
-            row |= {"step": plan.step_seconds, "sum": plan.seconds, "peak": plan.memory.peak}
+            row |= {"step": plan.step_seconds, "sum": plan.seconds, "peak": plan.peak_bytes}
         except autopar.PlanError as error:
             row["error"] = str(error).splitlines()[0]
         found.append(row | {"cpu": time.process_time() - start})

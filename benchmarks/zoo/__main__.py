@@ -4,8 +4,9 @@ Every model runs in a process of its own, so one that crashes costs only its row
 soon as it is there. Without names, the models that have no row yet are run; `--again` runs all.
 
 `python -m benchmarks.zoo --real` plans models at the sizes of their papers on the meta device, and
-needs torchvision and timm: `pip install -e '.[zoo]'`. `python -m benchmarks.zoo --experts` plans
-mixtures of experts at theirs, on 64 ranks and more; with `--layers 8` the first layers alone.
+needs torchvision and timm: `pip install -e '.[zoo]'`; with `--ranks 64`, for 64 GPUs.
+`python -m benchmarks.zoo --experts` plans mixtures of experts at theirs, on 64 ranks and more; with
+`--layers 8` the first layers alone.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ def save(table: dict[str, rows.Row], path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def real_json(ranks: int) -> Path:
+    """Return the file of the rows at real sizes for so many ranks."""
+    return HERE / ("real_models.json" if ranks == real_rows.RANKS else f"real_models_{ranks}.json")
+
+
 def load_real(path: Path) -> dict[str, rows.Row]:
     """Return the rows at real sizes, in the order of the models; none where there is no file."""
     saved = json.loads(path.read_text()) if path.is_file() else {}
@@ -87,12 +93,14 @@ def run_real(
     names: Sequence[str],
     layouts: Sequence[str],
     again: bool,
+    ranks: int,
     jobs: int,
     cpu_seconds: int,
     path: Path,
 ) -> None:
-    """Plan the models at real sizes, `jobs` at a time, and save every row as it comes. A row keeps
-    the layouts that it has, but for `again` and those that had fewer CPU seconds and needed more.
+    """Plan the models at real sizes for so many ranks, `jobs` at a time, and save every row as it
+    comes. A row keeps the layouts that it has, but for `again` and those that had fewer CPU seconds
+    and needed more.
     """
     table = load_real(path)
 
@@ -101,7 +109,7 @@ def run_real(
         if all(layout in known for layout in layouts):
             return known
         measure = partial(
-            real_rows.measure, real_models.FACTORIES[name], known, layouts, cpu_seconds
+            real_rows.measure, real_models.FACTORIES[name], known, layouts, ranks, cpu_seconds
         )
         return {**known, **real_rows.apart(measure, cpu_seconds)}
 
@@ -146,7 +154,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=HERE / "models.json", metavar="FILE")
     parser.add_argument("--docs", type=Path, default=PAGE, metavar="PAGE")
     parser.add_argument("--real", action="store_true", help="plan models at the sizes of papers")
-    parser.add_argument("--real-json", type=Path, default=HERE / "real_models.json", metavar="FILE")
+    parser.add_argument("--real-json", type=Path, metavar="FILE")
+    parser.add_argument("--ranks", type=int, default=real_rows.RANKS, help="of --real")
     parser.add_argument("--experts", action="store_true", help="plan mixtures of experts")
     parser.add_argument("--layers", type=int, help="of --experts: the first ones alone")
     parser.add_argument(
@@ -171,8 +180,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.real:
         layouts = (real_rows.ALONE, *options.layouts.split(","))
         names = options.names or list(models)
-        limits = options.jobs, options.cpu_seconds
-        run_real(names, layouts, options.again, *limits, options.real_json)
+        limits = options.ranks, options.jobs, options.cpu_seconds
+        path = options.real_json or real_json(options.ranks)
+        run_real(names, layouts, options.again, *limits, path)
         write_page(options)
         return 0
     table = load(options.json)
@@ -187,10 +197,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_page(options: argparse.Namespace) -> None:
-    """Write the page of both tables."""
+    """Write the page of all tables."""
     results = json.loads(options.json.read_text())
-    real, experts = load_real(options.real_json), load_experts(options.experts_json)
-    page.write(results, real, experts, options.docs)
+    own = {options.ranks: options.real_json} if options.real_json else {}
+    real = {ranks: load_real(own.get(ranks, real_json(ranks))) for ranks in page.REAL_RANKS}
+    page.write(results, real, load_experts(options.experts_json), options.docs)
 
 
 if __name__ == "__main__":

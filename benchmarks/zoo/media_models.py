@@ -22,7 +22,7 @@ from benchmarks.zoo.sizes import (
 from benchmarks.zoo.text_models import BART, COMMON, GROUPED, build
 
 IMAGE = 16
-BLOCKS = {
+BLOCKS: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": 2 * HIDDEN,
     "num_hidden_layers": LAYERS,
@@ -52,7 +52,7 @@ def deit() -> Example:
     from transformers.models.deit.configuration_deit import DeiTConfig
     from transformers.models.deit.modeling_deit import DeiTForImageClassification
 
-    model = DeiTForImageClassification(DeiTConfig(**PATCHES, num_labels=CLASSES)).train()
+    model = DeiTForImageClassification(DeiTConfig(**{**PATCHES, "num_labels": CLASSES})).train()
     return model, {"pixel_values": images(), "labels": class_labels()}
 
 
@@ -185,10 +185,14 @@ def vision_encoder_decoder() -> Example:
         ViTConfig,
     )
 
-    decoder = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS, n_positions=16,
-        add_cross_attention=True, is_decoder=True,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "n_embd": HIDDEN,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+        "n_positions": 16,
+    }
+    kind: dict[str, Any] = {"add_cross_attention": True, "is_decoder": True}
+    decoder = GPT2Config(vocab_size=VOCABULARY, **sizes, **kind)
     config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(ViTConfig(**PATCHES), decoder)
     config.pad_token_id, config.decoder_start_token_id = 0, 1
     model = VisionEncoderDecoderModel(config=config).train()

@@ -5,6 +5,7 @@ alone.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,16 @@ A layout's column has the largest relative error; `CPU` are seconds of tracing, 
 proving. `no rule`: ops that run unsharded on every rank, with their share of the modelled step.
 """
 
+REAL_RANKS = (8, 64)
 REAL = """\
 ## Real sizes
 
 Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) from
-`benchmarks/zoo/real_models.json`; `--again` runs rows anew.
+`benchmarks/zoo/real_models.json`; `--again` runs rows anew. With `--ranks 64`, those of
+`real_models_64.json`.
 
 Models of papers on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and Gemma-2 in
-bfloat16): 32 samples on 8 H100 of one node (`dgx-h100`), AdamW. `step` and `peak` are the modelled
+bfloat16): four samples on each H100 (`dgx-h100`), AdamW. `step` and `peak` are the modelled
 step and a rank's memory beside those of one rank that holds all; `CPU` are seconds of planning
 `auto`. In brackets: the share of the FLOPs in products, convolutions and attention that several
 ranks run whole, from 0.1 % on; with a `*` splitting them would take longer; ops without a rule
@@ -77,39 +80,47 @@ def verdict(row: Row) -> str:
 
 
 def write(
-    results: dict[str, Any], real: dict[str, Row], experts: dict[str, Row], path: Path
+    results: dict[str, Any],
+    real: Mapping[int, dict[str, Row]],
+    experts: dict[str, Row],
+    path: Path,
 ) -> None:
     """Write the page: what is at parity, a table a family, and the models at real sizes."""
     lines = page_lines(results, real, experts)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def page_lines(results: dict[str, Any], real: dict[str, Row], experts: dict[str, Row]) -> list[str]:
-    """Return the lines of the page."""
+def page_lines(
+    results: dict[str, Any], real: Mapping[int, dict[str, Row]], experts: dict[str, Row]
+) -> list[str]:
+    """Return the lines of the page. `real`: by the number of ranks."""
     rows, versions = results["rows"], results["versions"]
     proven = sum(at_parity(row) for row in rows.values())
     text = ", ".join(f"{name} {number}" for name, number in versions.items())
     lines = [PREFACE, f"**{proven} of {len(rows)} models are at parity** ({text})."]
     for family, names in groupby(rows, key=lambda name: FAMILY_OF[name]):
         lines += ["", f"## {family.capitalize()}", "", *table_lines({n: rows[n] for n in names})]
-    return [*lines, "", *real_lines(real), *expert_lines(experts)]
+    tables = [line for ranks, rows in real.items() if rows for line in real_lines(rows, ranks)]
+    return [*lines, "", REAL, *tables, *expert_lines(experts)]
 
 
-def real_lines(rows: dict[str, Row]) -> list[str]:
-    """Return the section of the models at real sizes: two columns a layout."""
-    columns = [f"{layout} {what}" for layout in real_rows.LAYOUTS for what in ("step", "peak")]
+def real_lines(rows: dict[str, Row], ranks: int) -> list[str]:
+    """Return the table of the models at real sizes on so many ranks: two columns a layout."""
+    layouts = [name for name in real_rows.LAYOUTS if any(name in row for row in rows.values())]
+    columns = [f"{layout} {what}" for layout in layouts for what in ("step", "peak")]
     headings = ("model", "parameters", "one rank", *columns, "CPU")
     reasons: list[str] = []
-    lines = [REAL, "| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    lines = [f"### On {ranks} ranks", "", "| " + " | ".join(headings) + " |"]
+    lines.append("|" + "---|" * len(headings))
     for name, row in rows.items():
         alone = row.get(real_rows.ALONE, {})
         numbers = f"{row['parameters'] / 1e6:,.1f} M" if "parameters" in row else ""
         cells = [name, numbers, _alone(alone)]
-        for layout in real_rows.LAYOUTS:
+        for layout in layouts:
             cells += _real_cells(row.get(layout, row), alone, reasons)
         cells.append(_cpu(row.get("auto", {}), reasons))
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1))]
+    return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1)), ""]
 
 
 def expert_lines(rows: dict[str, Row]) -> list[str]:

@@ -1,7 +1,8 @@
 """Models at the sizes of their papers, on the meta device: no tensor holds values.
 
 Images come from torchvision and timm, language and speech from transformers by configuration; what
-none of them has is written here. Every model returns its training loss for GLOBAL_BATCH samples.
+none of them has is written here. Every model returns its training loss for GLOBAL_BATCH samples,
+four on each of eight ranks; `for_ranks` has as many on each of more.
 Factories can be pickled, as each plan is made in a process of its own.
 """
 
@@ -22,7 +23,14 @@ from benchmarks.zoo.sizes import Example, Factory
 from benchmarks.zoo.text_models import build
 from benchmarks.zoo.torch_models import Classifier
 
-GLOBAL_BATCH, IMAGE_CLASSES = 32, 1000  # four samples on each of eight ranks
+SAMPLES_A_RANK, IMAGE_CLASSES = 4, 1000
+GLOBAL_BATCH = 8 * SAMPLES_A_RANK
+
+
+def for_ranks(ranks: int) -> None:
+    """Let the factories return inputs for so many ranks from now on."""
+    global GLOBAL_BATCH
+    GLOBAL_BATCH = SAMPLES_A_RANK * ranks
 
 
 def images(size: int = 224, channels: int = 3) -> Tensor:

@@ -1,4 +1,4 @@
-"""One row of the table of real sizes: a model on the meta device, planned for eight H100 under each
+"""One row of the table of real sizes: a model on the meta device, planned for some H100 under each
 layout, every plan in a process of its own.
 
 A process is forked by a server that has loaded what all need and has one thread: a fork of a
@@ -22,6 +22,7 @@ import torch
 import autopar
 from autopar.ir.strategy import IDLE
 from autopar.planner.tracing import trace_model
+from benchmarks.zoo import real_models
 from benchmarks.zoo.rows import Row, reason
 from benchmarks.zoo.sizes import Example, Factory
 
@@ -74,10 +75,13 @@ def still_known(row: Row, cpu_seconds: int) -> Row:
     return {name: cell for name, cell in row.items() if name != "reason" and stays(cell)}
 
 
-def measure(factory: Factory, known: Row, layouts: Sequence[str], cpu_seconds: int) -> Row:
-    """Return the row of a model: its trace, and its plan on one rank and under each of these
-    layouts, as far as the row does not have them yet.
+def measure(
+    factory: Factory, known: Row, layouts: Sequence[str], ranks: int, cpu_seconds: int
+) -> Row:
+    """Return the row of a model: its trace, and its plan on one rank and for `ranks` under each of
+    these layouts, as far as the row does not have them yet.
     """
+    real_models.for_ranks(ranks)
     row: Row = dict(known)
     if "trace_s" not in known:
         started = time.process_time()
@@ -87,7 +91,7 @@ def measure(factory: Factory, known: Row, layouts: Sequence[str], cpu_seconds: i
         row["trace_s"] = round(time.process_time() - started, 1)
     for layout in layouts:
         if layout not in known:
-            row[layout] = apart(partial(planned, factory, layout), cpu_seconds)
+            row[layout] = apart(partial(planned, factory, layout, ranks), cpu_seconds)
     return row
 
 
@@ -98,16 +102,18 @@ def on_meta(factory: Factory) -> Example:
         return factory()
 
 
-def planned(factory: Factory, layout: str) -> Row:
-    """Return the figures of a plan for eight ranks in this layout, or for one rank."""
+def planned(factory: Factory, layout: str, ranks: int) -> Row:
+    """Return the figures of a plan for so many ranks in this layout, or for one rank."""
+    real_models.for_ranks(ranks)
     model, inputs = on_meta(factory)
     started = time.process_time()
     if layout == ALONE:
         world = autopar.World.preset("dgx-h100", ranks=1)
         plan = autopar.plan(model, world, inputs, "ddp", memory=ENOUGH, recompute="none")
     else:
-        world = autopar.World.preset("dgx-h100", ranks=RANKS)
+        world = autopar.World.preset("dgx-h100", ranks=ranks)
         plan = autopar.plan(model, world, inputs, layout)
+    assert plan.context is not None and plan.context.source.annotations is not None
     return {
         "mesh": str(plan.mesh) or ALONE,
         "seconds": float(f"{plan.step_seconds:.4g}"),

@@ -269,8 +269,8 @@ class Siamese(nn.Module):
         self.tower = nn.Sequential(nn.Linear(HIDDEN, INNER), nn.PReLU(), nn.Linear(INNER, 16))
 
     def forward(self, anchor: Tensor, near: Tensor, far: Tensor) -> Tensor:
-        vectors = (F.normalize(self.tower(x), dim=-1) for x in (anchor, near, far))
-        return F.triplet_margin_loss(*vectors)
+        anchor, near, far = (F.normalize(self.tower(x), dim=-1) for x in (anchor, near, far))
+        return F.triplet_margin_loss(anchor, near, far)
 
 
 def siamese() -> Example:

@@ -40,7 +40,7 @@ def test_the_reasons_are_the_plans_own_figures(plan: Plan) -> None:
     assert bounds == sorted(bounds) and bounds[0] == min(s for _, s in plan.meshes)
     assert sum(c.bytes for c in explanation.collectives) == pytest.approx(plan.comm_bytes)
     assert sum(c.count for c in explanation.collectives) == len(plan.collectives)
-    assert explanation.part is None
+    assert explanation.selection is None
 
 
 def test_limits_and_what_runs_again_are_reasons(plan: Plan) -> None:
@@ -56,40 +56,44 @@ def test_limits_and_what_runs_again_are_reasons(plan: Plan) -> None:
 
 
 def test_a_subgraph_has_its_collectives_closed_form_and_alternatives(plan: Plan) -> None:
-    part = explain_plan(plan, "up").part
-    assert part is not None and [row.subgraph for row in part.rows] == ["up"]
-    (node,) = part.nodes
+    selection = explain_plan(plan, "up").selection
+    assert selection is not None and [row.subgraph for row in selection.rows] == ["up"]
+    (node,) = selection.nodes
     assert node.module == "up" and node.splits == dict(
         zip(plan.mesh.names, plan.choices[node.node].splits, strict=True)
     )
-    named = explain_plan(plan, node.node).part
+    named = explain_plan(plan, node.node).selection
     assert named is not None and [row.subgraph for row in named.rows] == ["up"]
-    assert named.formula == part.formula
+    assert named.formula == selection.formula
     own = [c for c in plan.collectives if c.chain == "up"]
-    assert sum(c.bytes for c in part.collectives) == pytest.approx(sum(c.bytes for c in own))
-    assert set(part.stored) == {"p_up_weight", "p_up_bias"}
-    assert part.formula is not None and "bytes a rank sends in a step: up" in part.formula
-    assert part.why is not None and part.why["runners"]
+    assert sum(c.bytes for c in selection.collectives) == pytest.approx(sum(c.bytes for c in own))
+    assert set(selection.stored) == {"p_up_weight", "p_up_bias"}
+    assert selection.formula is not None and "bytes a rank sends in a step: up" in selection.formula
+    assert selection.why is not None and selection.why["runners"]
 
 
 def test_a_node_has_the_collectives_of_its_operands_and_results() -> None:
     """Those of the two linears of Megatron's layout: dX of the first, Y of the second."""
     plan = autopar.plan(Mlp(), 4, INPUTS, "megatron", outputs="sharded")
-    parts = [explain_plan(plan, name).part for name in ("linear", "linear_1")]
-    first, second = ([(c.kind, c.backward) for c in part.collectives] for part in parts if part)
+    selections = [explain_plan(plan, name).selection for name in ("linear", "linear_1")]
+    first, second = (
+        [(c.kind, c.backward) for c in selection.collectives]
+        for selection in selections
+        if selection
+    )
     assert ("all_reduce", False) in second and ("all_reduce", False) not in first
-    assert parts[0] is not None and parts[0].nodes[0].seconds
-    every = explain_plan(plan, "*").part
+    assert selections[0] is not None and selections[0].nodes[0].seconds
+    every = explain_plan(plan, "*").selection
     assert every is not None and every.sum is not None
     rows = [row for row in plan.rows if row.subgraph != "optimizer"]
     assert every.sum.seconds == pytest.approx(sum(row.seconds for row in rows))
     assert every.sum.share == pytest.approx(every.sum.seconds / plan.seconds)
-    node = parts[1]
+    node = selections[1]
     assert node is not None and node.sum is not None and node.nodes[0].seconds
     assert node.sum.computation == node.nodes[0].seconds
     assert node.sum.communication == sum(each.seconds for each in node.collectives) > 0
     assert every.formula == str(plan.formula("*"))
-    optimizer = explain_plan(plan, "optimizer").part
+    optimizer = explain_plan(plan, "optimizer").selection
     assert optimizer is not None and optimizer.formula is None and optimizer.rows
     times = [node.seconds for node in every.nodes if node.seconds is not None]
     assert sum(times) == pytest.approx(sum(r.computation for r in plan.rows
@@ -97,20 +101,20 @@ def test_a_node_has_the_collectives_of_its_operands_and_results() -> None:
 
 
 def test_alternatives_are_left_out_where_they_are_not_known(plan: Plan) -> None:
-    by_name = explain_plan(plan, "linear*").part
+    by_name = explain_plan(plan, "linear*").selection
     assert by_name is not None and len(by_name.nodes) == 2 and by_name.why is None
     for layout in ("{'up': 'fsdp'}", "megatron", "Grid25D(q=2, d=1, panels=False)"):
-        other = explain_plan(dataclasses.replace(plan, layout=layout), "up").part
+        other = explain_plan(dataclasses.replace(plan, layout=layout), "up").selection
         assert other is not None and other.why is None and other.formula is not None
 
 
 def test_a_plan_from_a_file_has_neither(plan: Plan) -> None:
-    part = explain_plan(Plan.from_json(plan.to_json()), "up").part
-    assert part is not None and part.formula is part.why is None
-    assert part.rows and part.stored and not part.nodes
+    selection = explain_plan(Plan.from_json(plan.to_json()), "up").selection
+    assert selection is not None and selection.formula is selection.why is None
+    assert selection.rows and selection.stored and not selection.nodes
     name = next(iter(plan.choices))
-    part = explain_plan(Plan.from_json(plan.to_json()), name).part
-    assert part is not None and [node.node for node in part.nodes] == [name]
+    selection = explain_plan(Plan.from_json(plan.to_json()), name).selection
+    assert selection is not None and [node.node for node in selection.nodes] == [name]
 
 
 def test_the_command_traces_the_target_again(saved: str) -> None:
@@ -122,7 +126,7 @@ def test_the_command_traces_the_target_again(saved: str) -> None:
     assert re.search(r"sum +computes for [0-9.]+ ms \+ collectives of [0-9.]+ ms = ", printed)
     assert "sum: " in printed and "the layout leaves no other choice" in printed
     facts = json.loads(run("explain", saved, "up", "--target", "test_cli:tiny", "--json").stdout)
-    assert facts["part"]["nodes"][0]["splits"] == {"tp": "n"}
+    assert facts["selection"]["nodes"][0]["splits"] == {"tp": "n"}
 
 
 def test_what_cannot_be_explained(saved: str) -> None:

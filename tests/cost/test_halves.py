@@ -1,4 +1,4 @@
-"""What a backward in two parts holds between them: modelled against the derived graphs."""
+"""What a backward in two halves holds between them: modelled against the derived graphs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def value(program: Program, entry: Input) -> torch.Tensor:
 
 
 def carried_bytes(stage: Stage) -> float:
-    """The bytes of the storages that the derived backward carries from one part to the other."""
+    """The bytes of the storages that the derived backward carries from one half to the other."""
     program = stage.program
     assert program.plan is not None
     run = Scheduled(program, program.plan.world)
@@ -87,7 +87,7 @@ def test_what_is_carried_over_is_what_derived_graphs_carry(
     assert halves.forward >= peak_and_saved(program, "adamw", program.plan.world).saved
 
 
-def test_a_stage_that_receives_nothing_runs_its_backward_as_its_second_part() -> None:
+def test_a_stage_that_receives_nothing_runs_its_backward_as_its_second_half() -> None:
     with torch.device("meta"):
         model = GPT(Config(512, 64, 64, 4, 2))
     stage = last_stage(model, 512, "ddp", "none")

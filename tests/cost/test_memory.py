@@ -202,6 +202,27 @@ def test_what_does_not_fit_is_refused() -> None:
         autopar.plan(model, 1, args, memory=1.4e6, recompute="none")
 
 
+def test_micro_batches_are_advised_where_they_fit() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.down(self.up(x).relu())
+            return hidden.square().mean()
+
+    arguments: Any = Net(), 2, (torch.randn(4096, 64),), "ddp"
+    with pytest.raises(PlanError, match=r'recompute="auto", microbatches="auto", a smaller'):
+        autopar.plan(*arguments, memory=1e6, recompute="none")
+    plan = autopar.plan(*arguments, memory=1e6, recompute="none", microbatches="auto")
+    assert plan.peak_bytes <= 1e6 and plan.microbatches > 1
+    with pytest.raises(PlanError, match=r'recompute="auto", a smaller'):  # as weights do not fit
+        autopar.plan(*arguments, memory=6e5, recompute="none")
+    with pytest.raises(PlanError, match=r'recompute="auto", a smaller'):  # as they were tried
+        autopar.plan(*arguments, memory=6e5, recompute="none", microbatches="auto")
+
+
 def test_the_limit_of_a_world() -> None:
     world = World.preset("dgx-h100", ranks=8)
     found = Budget.of(world, "auto", "adamw", "auto")

@@ -260,14 +260,14 @@ def test_starts_are_saved_but_no_overlap_is_given_up() -> None:
         plan = autopar.plan(model, world, args, layout="ddp")
         found = plan.timeline()
         sums = [event for event in found.events if event.lane]
-        assert any(event.parts for event in sums) == joins
+        assert any(event.members for event in sums) == joins
         assert sum(event.bytes for event in sums) == pytest.approx(plan.comm_bytes)
         apart, *others = bucket_seconds(plan.context.program, world)
         assert found.seconds == min(apart, *others) == plan.overlapped
         assert (found.seconds < apart) == joins
         for event in sums:
-            assert event.bytes == pytest.approx(sum(p.bytes for p in event.parts or (event,)))
-            assert not event.parts or event.name.endswith(f" and {len(event.parts) - 1} more")
+            assert event.bytes == pytest.approx(sum(p.bytes for p in event.members or (event,)))
+            assert not event.members or event.name.endswith(f" and {len(event.members) - 1} more")
 
 
 def test_links_are_those_of_the_outermost_level() -> None:

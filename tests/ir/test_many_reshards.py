@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from autopar.cost.communication import parts_between, path_parts
+from autopar.cost.communication import path_terms, terms_between
 from autopar.errors import LayoutError
 from autopar.ir.layout import ORDER, Element, I, Layout, P, R, S
 from autopar.ir.many_reshards import steps_between
@@ -57,7 +57,7 @@ def test_seconds_are_those_of_each_path_to_the_last_digit(element: Element) -> N
     world = World.preset("dgx-h100", ranks=16)
     mesh, shape = Mesh.parse("w2.x2.y2.z2"), (1024, 4096, 16)
     sources, targets = layouts(mesh, shape, 20, 2), layouts(mesh, shape, 21, 3)
-    found = parts_between(sources, targets, element, world)
+    found = terms_between(sources, targets, element, world)
     for i, j in itertools.product(range(len(sources)), range(len(targets))):
-        expected = path_parts(reshard_steps(sources[i], targets[j]), element, world)
+        expected = path_terms(reshard_steps(sources[i], targets[j]), element, world)
         assert tuple(found[i, j].tolist()) == expected

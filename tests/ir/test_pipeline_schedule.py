@@ -17,46 +17,48 @@ from autopar.ir.pipeline_schedule import (
 )
 
 CASES = [
-    (name, pipeline_of(name, ranks, rounds), parts)
+    (name, pipeline_of(name, ranks, rounds), microbatches)
     for name, known in SCHEDULES.items()
     for ranks in (2, 4)
     for rounds in (1, 2, 3)
-    for parts in (4, 8)
+    for microbatches in (4, 8)
     if known.least_rounds <= rounds <= (known.most_rounds or rounds)
-    if (name, ranks, parts) != ("dualpipev", 4, 4)  # which has at least as many as stages
+    if (name, ranks, microbatches) != ("dualpipev", 4, 4)  # which has at least as many as stages
 ]
 IN_HALVES = [case for case in CASES if SCHEDULES[case[0]].splits]
 
 
-@pytest.mark.parametrize(("name", "pipeline", "parts"), CASES)
+@pytest.mark.parametrize(("name", "pipeline", "microbatches"), CASES)
 def test_every_forward_and_backward_runs_once_and_the_step_ends(
-    name: str, pipeline: Pipeline, parts: int
+    name: str, pipeline: Pipeline, microbatches: int
 ) -> None:
-    schedule = actions(name, pipeline, parts)
+    schedule = actions(name, pipeline, microbatches)
     kinds: dict[tuple[int, int], str] = {}
     for rank, own in enumerate(schedule):
         for action in own:
             assert pipeline.rank_of(action.stage) == rank
-            key = action.stage, action.part
+            key = action.stage, action.microbatch
             kinds[key] = kinds.get(key, "") + action.kind
-    assert len(kinds) == pipeline.stages * parts
+    assert len(kinds) == pipeline.stages * microbatches
     assert {*kinds.values()} <= ({"FB", "FIW"} if SCHEDULES[name].splits else {"FB"})
     assert runs_in_halves(schedule) == ("FIW" in kinds.values()) == SCHEDULES[name].splits
     stages = [StageSeconds(1.0, 2.0, inputs=1.0, weights=1.0)] * pipeline.stages
     step = simulate_pipeline(pipeline, schedule, stages)
-    assert step.seconds >= 3.0 * parts * pipeline.rounds  # that many seconds a rank computes
+    assert step.seconds >= 3.0 * microbatches * pipeline.rounds  # that many seconds a rank computes
 
 
-@pytest.mark.parametrize(("name", "pipeline", "parts"), [c for c in IN_HALVES if c[1].rounds > 1])
-def test_schedules_in_two_parts_are_those_of_torch(
-    name: str, pipeline: Pipeline, parts: int
+@pytest.mark.parametrize(
+    ("name", "pipeline", "microbatches"), [c for c in IN_HALVES if c[1].rounds > 1]
+)
+def test_schedules_in_two_halves_are_those_of_torch(
+    name: str, pipeline: Pipeline, microbatches: int
 ) -> None:
     from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-    listed = get_schedule_ops(SCHEDULES[name].torch, pipeline.ranks, parts, pipeline.rounds)
-    for own, theirs in zip(actions(name, pipeline, parts), listed, strict=True):
+    listed = get_schedule_ops(SCHEDULES[name].torch, pipeline.ranks, microbatches, pipeline.rounds)
+    for own, theirs in zip(actions(name, pipeline, microbatches), listed, strict=True):
         leaves = [leaf for x in theirs if x is not None for leaf in x.sub_actions or (x,)]
-        assert [f"{x.stage}{x.kind}{x.part}" for x in own] == [*map(str, leaves)]
+        assert [f"{x.stage}{x.kind}{x.microbatch}" for x in own] == [*map(str, leaves)]
     v = torch_mapping(pipeline.ranks, pipeline.stages, style="v" if pipeline.folds else "loop")
     assert {stage: pipeline.rank_of(stage) for stage in range(pipeline.stages)} == v
 
@@ -66,39 +68,45 @@ def test_the_bubbles_are_those_of_the_papers(ranks: int) -> None:
     """(S-1)/m of the ideal step for GPipe and 1F1B (arXiv 2104.04473, section 2.2), a v-th of that
     interleaved.
     """
-    parts = 2 * ranks
+    microbatches = 2 * ranks
     plain = [StageSeconds(1.0, 2.0)] * ranks
     for name in ("gpipe", "1f1b"):
-        step = simulate_pipeline(Pipeline(ranks), actions(name, Pipeline(ranks), parts), plain)
-        assert step.seconds == pytest.approx(3.0 * (parts + ranks - 1))
+        step = simulate_pipeline(
+            Pipeline(ranks), actions(name, Pipeline(ranks), microbatches), plain
+        )
+        assert step.seconds == pytest.approx(3.0 * (microbatches + ranks - 1))
     halves = [StageSeconds(0.5, 1.0)] * 2 * ranks
     twice = Pipeline(ranks, 2)
-    step = simulate_pipeline(twice, actions("interleaved", twice, parts), halves)
-    assert step.seconds == pytest.approx(3.0 * (parts + (ranks - 1) / 2))
+    step = simulate_pipeline(twice, actions("interleaved", twice, microbatches), halves)
+    assert step.seconds == pytest.approx(3.0 * (microbatches + (ranks - 1) / 2))
 
 
 def test_weights_fill_the_bubble() -> None:
-    """Where a forward and both parts of a backward take as long, ZB-H1 has a third of 1F1B's bubble
-    (arXiv 2401.10241, table 1), and the V none but its start and end.
+    """Where a forward and both halves of a backward take as long, ZB-H1 has a third of 1F1B's
+    bubble (arXiv 2401.10241, table 1), and the V none but its start and end.
     """
-    ranks, parts = 4, 8
+    ranks, microbatches = 4, 8
     stages = [StageSeconds(1.0, 2.0, inputs=1.0, weights=1.0)] * ranks
     seconds = {
-        name: simulate_pipeline(Pipeline(ranks), actions(name, Pipeline(ranks), parts), stages)
+        name: simulate_pipeline(
+            Pipeline(ranks), actions(name, Pipeline(ranks), microbatches), stages
+        )
         for name in ("1f1b", "zero-bubble")
     }
-    waits = {name: step.seconds - 3.0 * parts for name, step in seconds.items()}
+    waits = {name: step.seconds - 3.0 * microbatches for name, step in seconds.items()}
     assert waits == {"1f1b": pytest.approx(9.0), "zero-bubble": pytest.approx(3.0)}
     halves = [StageSeconds(0.5, 1.0, inputs=0.5, weights=0.5)] * 2 * ranks
     folded = pipeline_of("zbv", ranks, 2)
-    step = simulate_pipeline(folded, actions("zbv", folded, parts), halves)
-    assert step.seconds - 3.0 * parts == pytest.approx(1.5)
+    step = simulate_pipeline(folded, actions("zbv", folded, microbatches), halves)
+    assert step.seconds - 3.0 * microbatches == pytest.approx(1.5)
 
 
 def test_one_forward_one_backward_holds_few_and_gpipe_all() -> None:
-    pipeline, parts = Pipeline(4), 8
+    pipeline, microbatches = Pipeline(4), 8
     held = {
-        name: [most_in_flight(own, r) for r, own in enumerate(actions(name, pipeline, parts))]
+        name: [
+            most_in_flight(own, r) for r, own in enumerate(actions(name, pipeline, microbatches))
+        ]
         for name in ("gpipe", "1f1b")
     }
     assert held == {"gpipe": [8, 8, 8, 8], "1f1b": [4, 3, 2, 1]}

@@ -219,9 +219,9 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
     events = [event for event in plan.timeline().events if event.lane]
     assert len({event.lane for event in events}) == 3  # a queue a stage
     scattered = [event for event in events if event.kind == "reduce_scatter"]
-    assert sum(max(1, len(event.parts)) for event in scattered) == 2 * 4  # two stages of four
-    assert [len(event.parts) for event in scattered] == [0, 0, 2, 2, 0, 0]  # joined, as on gloo
-    assert [len(event.parts) for event in events if event.kind == "all_reduce"] == [0, 2, 0]
+    assert sum(max(1, len(event.members)) for event in scattered) == 2 * 4  # two stages of four
+    assert [len(event.members) for event in scattered] == [0, 0, 2, 2, 0, 0]  # joined, as on gloo
+    assert [len(event.members) for event in events if event.kind == "all_reduce"] == [0, 2, 0]
     assert sum(event.bytes for event in events) == pytest.approx(plan.comm_bytes)
 
 

@@ -355,19 +355,19 @@ def test_recurrent_layers_that_drop_nothing_stay() -> None:
 # -- micro-batches ---------------------------------------------------------------------------------
 @pytest.mark.slow_cells("noised")
 @pytest.mark.parametrize("draw", [noised, reparametrised, masked], ids=lambda draw: draw.__name__)
-def test_parts_of_a_step_are_the_step_but_for_their_numbers(
+def test_microbatches_of_a_step_are_the_step_but_for_their_numbers(
     draw: Callable[[Tensor], Tensor],
 ) -> None:
     autopar.verify(Model(draw), 2, inputs(), layout="fsdp", microbatches=2)
 
 
-def test_a_permutation_of_the_batch_is_refused_in_parts() -> None:
-    with pytest.raises(PlanError, match="computes with the rows of all parts"):
+def test_a_permutation_of_the_batch_is_refused_in_microbatches() -> None:
+    with pytest.raises(PlanError, match="computes with the rows of all micro-batches"):
         autopar.plan(Model(shuffled), 2, inputs(), layout="fsdp", microbatches=2)
 
 
 class Masked(nn.Module):
-    """Divides by the number of tokens that it draws: parts would need that of the whole batch."""
+    """Divides by the number of tokens that it draws: micro-batches would need that of the whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,8 +378,10 @@ class Masked(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def test_a_count_of_what_is_drawn_is_refused_in_parts() -> None:
+def test_a_count_of_what_is_drawn_is_refused_in_microbatches() -> None:
     call = (*inputs(), torch.zeros(8, 4, dtype=torch.int64))
     autopar.verify(Masked(), 2, call, layout="fsdp")
-    with pytest.raises(PlanError, match="draws random numbers that a sum over all parts needs"):
+    with pytest.raises(
+        PlanError, match="draws random numbers that a sum over all micro-batches needs"
+    ):
         autopar.plan(Masked(), 2, call, layout="fsdp", microbatches=2)

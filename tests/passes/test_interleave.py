@@ -1,4 +1,4 @@
-"""Two parts in one graph: what depends on stored tensors is there once, all else twice."""
+"""Two micro-batches in one graph: what depends on stored tensors is there once, all else twice."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import autopar
 import models
 from autopar.cost.simulator import interleave, simulate, timeline
 from autopar.cost.simulator.engine import Event
-from autopar.passes.interleave import interleave_parts
+from autopar.passes.interleave import interleave_microbatches
 from autopar.tools.targets import NAMED, Gpt
 
 
 @pytest.mark.slow_cells("fsdp")
 @pytest.mark.slow_cells("megatron")
 @pytest.mark.parametrize("layout", ["megatron", "fsdp"])
-def test_each_part_has_its_own_nodes_and_weights_are_gathered_once(layout: str) -> None:
+def test_each_microbatch_has_its_own_nodes_and_weights_are_gathered_once(layout: str) -> None:
     model, args, _ = models.gpt()
     plan = autopar.plan(model, 4, args, layout, microbatches=2, smaller=False, outputs="sharded")
     one = plan.context.program
-    both = interleave_parts(one)
+    both = interleave_microbatches(one)
     both.module.graph.lint()
     names = [node.name for node in both.module.graph.find_nodes(op="placeholder")]
     assert names == [entry.node for entry in both.signature.inputs]
@@ -40,7 +40,7 @@ def test_each_part_has_its_own_nodes_and_weights_are_gathered_once(layout: str) 
         assert gathers[0] and gathers[1] == gathers[0]
 
 
-def test_one_part_computes_while_the_other_communicates() -> None:
+def test_one_microbatch_computes_while_the_other_communicates() -> None:
     compute = Event("mm", "compute", 1.0, (), "forward", "")
     events = [compute]
     for number in range(4):

@@ -1,4 +1,4 @@
-"""Micro-batches: the parts of a step add up to the step of the whole batch, or are refused."""
+"""The micro-batches of a step add up to the step of the whole batch, or are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autopar
 from autopar.errors import InputError, PlanError, VerificationError
 from autopar.planner.tracing import call_arguments, trace_model, trace_step
-from autopar.runtime.parts_check import compare_parts
+from autopar.runtime.microbatches_check import compare_microbatches
 
 ROWS, TOKENS, CLASSES = 12, 5, 16
 Loss = Callable[[nn.Module, Tensor, Tensor, Tensor], Any]
@@ -66,7 +66,7 @@ def count_in_a_root(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tens
 
 def a_count_used_twice(model: Any, scores: Tensor, labels: Tensor, mask: Tensor) -> Any:
     count = mask.sum()
-    penalty = count * model.head.weight.square().sum()  # a sum over the parts, as it is
+    penalty = count * model.head.weight.square().sum()  # a sum over the micro-batches, as it is
     masked = (scores.square().sum(-1) * mask).sum()
     return penalty + masked / count + count / (1 + count), 2 * count, count
 
@@ -121,7 +121,7 @@ LOSSES = [
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Parts differ in how many tokens count; the first has none."""
+    """Micro-batches differ in how many tokens count; the first has none."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, CLASSES, (ROWS, TOKENS), generator=generator)
     labels = torch.randint(0, CLASSES, (ROWS, TOKENS), generator=generator)
@@ -133,9 +133,9 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def compared(loss: Loss, count: int) -> None:
     torch.manual_seed(0)
     model, call = Model(loss).double(), call_arguments(inputs())
-    part, parts = trace_step(copy.deepcopy(model), call, count)
-    assert parts is not None
-    compare_parts(trace_model(model, call), part, parts, call, 1e-12)
+    microbatch, microbatches = trace_step(copy.deepcopy(model), call, count)
+    assert microbatches is not None
+    compare_microbatches(trace_model(model, call), microbatch, microbatches, call, 1e-12)
 
 
 SLOW = pytest.mark.slow
@@ -151,12 +151,12 @@ COUNTS = [4, pytest.param(2, marks=SLOW), pytest.param(ROWS, marks=SLOW)]
 )  # fmt: skip
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_parts_add_up_to_the_step(loss: Loss, count: int) -> None:
+def test_microbatches_add_up_to_the_step(loss: Loss, count: int) -> None:
     compared(loss, count)
 
 
-def test_counts_of_a_part_alone_are_seen_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the mean of each part taken over its own tokens, this would say so."""
+def test_counts_of_a_microbatch_alone_are_seen_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the mean of each micro-batch taken over its own tokens, this would say so."""
     from autopar.passes import microbatches
 
     def own_mean(self: Any, node: Any) -> None:
@@ -170,16 +170,16 @@ def test_counts_of_a_part_alone_are_seen_to_be_wrong(monkeypatch: pytest.MonkeyP
 
 def test_a_loss_keeps_its_dtype() -> None:
     model, call = Model(mean_of_tokens).bfloat16(), call_arguments(inputs())
-    part, _ = trace_step(model, call, 4)
-    (results,) = part.module.graph.output_node().args
+    microbatch, _ = trace_step(model, call, 4)
+    (results,) = microbatch.module.graph.output_node().args
     assert results[0].meta["val"].dtype is torch.bfloat16
-    tensors = {e.node: part.tensors.get(e.target) for e in part.signature.inputs}
+    tensors = {e.node: microbatch.tensors.get(e.target) for e in microbatch.signature.inputs}
     leaves = [*(x[:3] for x in call.args), torch.tensor(40.0)]
     values = [
         leaves[e.position or 0] if e.kind == "user" else tensors[e.node]
-        for e in part.signature.inputs
+        for e in microbatch.signature.inputs
     ]
-    assert part.module(*values)[0].dtype is torch.bfloat16
+    assert microbatch.module(*values)[0].dtype is torch.bfloat16
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -227,9 +227,9 @@ def no_loss(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> T
 
 
 REFUSED = {
-    perplexity: "needs a sum over all parts",
+    perplexity: "needs a sum over all micro-batches",
     contrastive: "micro-batches: ",
-    batch_statistics: "needs a sum over all parts",
+    batch_statistics: "needs a sum over all micro-batches",
     weighed_by_place: "computes with the numbers of its rows",
     places_as_a_result: "numbers its rows",
     half_of_the_rows: "micro-batches: slice_",
@@ -246,7 +246,7 @@ REFUSED = {
 )  # fmt: skip
 @pytest.mark.parametrize("count", [4, pytest.param(ROWS, marks=SLOW)])
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda loss: loss.__name__)
-def test_what_crosses_the_parts_is_refused(loss: Loss, count: int) -> None:
+def test_what_crosses_the_microbatches_is_refused(loss: Loss, count: int) -> None:
     with pytest.raises(PlanError, match=REFUSED[loss]):
         trace_step(Model(loss).double(), inputs(), count)
 
@@ -274,7 +274,7 @@ def test_rows_that_do_not_divide_are_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_mask_of_as_many_tokens_as_rows_is_the_same_in_all_parts(count: int) -> None:
+def test_a_mask_of_as_many_tokens_as_rows_is_the_same_in_all_microbatches(count: int) -> None:
     class Masked(nn.Linear):
         def forward(self, x: Tensor, weights: Tensor, table: Tensor) -> Tensor:
             mixed = torch.einsum("st,btd->bsd", table, super().forward(x))
@@ -284,9 +284,9 @@ def test_a_mask_of_as_many_tokens_as_rows_is_the_same_in_all_parts(count: int) -
     sizes = (4, 4, 8), (4,), (4, 4)
     call = call_arguments(tuple(torch.randn(s, generator=generator).double() for s in sizes))
     model = Masked(8, 8).double()
-    part, parts = trace_step(model, call, count)
-    assert parts is not None and parts.split == {0}
-    compare_parts(trace_model(model, call), part, parts, call, 1e-12)
+    microbatch, microbatches = trace_step(model, call, count)
+    assert microbatches is not None and microbatches.split == {0}
+    compare_microbatches(trace_model(model, call), microbatch, microbatches, call, 1e-12)
 
 
 def test_an_input_with_a_gradient_is_refused() -> None:

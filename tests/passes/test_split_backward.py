@@ -1,4 +1,4 @@
-"""A derived backward in two parts: the same gradients, nothing computed twice, little carried."""
+"""A derived backward in two halves: the same gradients, nothing computed twice, little carried."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar import _compat
 from autopar.passes.overlap import erase_unused
-from autopar.passes.overlap.split_backward import inputs_part, split, weights_part
+from autopar.passes.overlap.split_backward import input_gradients, split, weight_gradients
 
 
 class Block(nn.Module):
@@ -57,13 +57,13 @@ def derived() -> tuple[fx.GraphModule, list[torch.Tensor]]:
     return caught["graph"], caught["operands"]
 
 
-def test_both_parts_give_the_gradients_of_the_whole_and_compute_nothing_twice() -> None:
+def test_both_halves_give_the_gradients_of_the_whole_and_compute_nothing_twice() -> None:
     whole, operands = derived()
     expected = whole(*operands)
     last = len(expected) - 1
     halves = split(whole.graph, {last})
-    first = fx.GraphModule(whole, inputs_part(whole.graph, halves))
-    rest = fx.GraphModule(whole, weights_part(whole.graph, halves))
+    first = fx.GraphModule(whole, input_gradients(whole.graph, halves))
+    rest = fx.GraphModule(whole, weight_gradients(whole.graph, halves))
     results = first(*operands)
     gradients, carried = results[: last + 1], results[last + 1 :]
     assert all(x is None for x in gradients[:last])
@@ -90,16 +90,16 @@ def test_what_is_carried_is_operands_and_gradients_of_products() -> None:
     halves = split(whole.graph, {len(whole.graph.output_node().args[0]) - 1})
     nodes = {node.name: node for node in whole.graph.nodes}
     shapes = Counter(tuple(nodes[name].meta["val"].shape) for name in halves.carried)
-    # two blocks: x and dy of `up` and `down`; the norms' gradients come with the first part
+    # two blocks: x and dy of `up` and `down`; the norms' gradients come with the first half
     assert shapes == {(4, 8): 4, (4, 16): 4, (8,): 4}
 
 
-def test_a_backward_that_nobody_waits_for_is_all_in_the_second_part() -> None:
+def test_a_backward_that_nobody_waits_for_is_all_in_the_second_half() -> None:
     whole, operands = derived()
     halves = split(whole.graph, ())
-    first = fx.GraphModule(whole, inputs_part(whole.graph, halves))
+    first = fx.GraphModule(whole, input_gradients(whole.graph, halves))
     assert not [n for n in first.graph.nodes if n.op == "call_function"] and not halves.first
     expected = whole(*operands)
     carried = first(*operands)[len(expected) :]
-    found = fx.GraphModule(whole, weights_part(whole.graph, halves))(*carried)
+    found = fx.GraphModule(whole, weight_gradients(whole.graph, halves))(*carried)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -7,7 +7,7 @@ from torch import fx
 
 import autopar
 import models
-from autopar.cost.parts import gathered_bytes
+from autopar.cost.microbatches import gathered_bytes
 from autopar.cost.peak import peak_and_saved
 from autopar.cost.simulator.graph_events import collective_of
 from autopar.ir.graph import copy_graph, values_of_alone, with_more_results
@@ -78,7 +78,7 @@ def test_a_random_value_is_no_weight() -> None:
     assert gathered_weights(graph, {"w"}) == ()
 
 
-def test_a_plan_with_its_weights_gathered_once_holds_them_between_parts() -> None:
+def test_a_plan_with_its_weights_gathered_once_holds_them_between_microbatches() -> None:
     model, ids = models.Gpt(), torch.zeros(16, models.SEQUENCE, dtype=torch.long)
     plan = autopar.plan(model, 4, (ids, ids), "fsdp", microbatches=4, smaller=False)
     assert plan.gathers_once and plan.context is not None

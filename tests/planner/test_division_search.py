@@ -14,7 +14,7 @@ import autopar
 import models
 from autopar import Stages
 from autopar.errors import PlanError
-from autopar.planner.division_search import in_fastest_division, in_fastest_parts
+from autopar.planner.division_search import in_fastest_division, in_fastest_microbatches
 from autopar.planner.request import PlanRequest
 from priced import EMULATED
 
@@ -35,7 +35,7 @@ def planned(layout: str, count: int, **more: Any) -> autopar.Plan:
 @pytest.mark.slow_cells("fsdp")
 @pytest.mark.slow_cells("ddp", "megatron-sp")
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron-sp"])
-def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
+def test_figures_of_microbatches_agree_with_one_another(layout: str) -> None:
     plan = planned(layout, 4)
     assert plan.timeline().seconds == plan.overlapped
     assert sum(row.step_seconds for row in plan.rows) == pytest.approx(plan.overlapped)
@@ -45,7 +45,7 @@ def test_figures_of_parts_agree_with_one_another(layout: str) -> None:
 
 @pytest.mark.slow_cells("4")
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_every_gradient_is_alive_between_parts(ranks: int) -> None:
+def test_every_gradient_is_alive_between_microbatches(ranks: int) -> None:
     """Those that no ranks sum, too: all of one rank's, those of weights that megatron splits."""
     with torch.device("meta"):
         model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
@@ -82,7 +82,7 @@ def test_weights_are_gathered_and_summed_once_where_they_fit() -> None:
     assert autopar.Plan.from_json(four.to_json()).gathers_once
 
 
-def test_weights_that_have_no_room_are_gathered_in_every_part() -> None:
+def test_weights_that_have_no_room_are_gathered_in_every_microbatch() -> None:
     free = planned("fsdp", 4)
     limited = planned("fsdp", 4, recompute="full")
     assert limited.recompute and not limited.gathers_once
@@ -91,7 +91,7 @@ def test_weights_that_have_no_room_are_gathered_in_every_part() -> None:
 
 
 @pytest.mark.slow
-def test_scattered_sums_come_in_every_part_where_they_have_no_room() -> None:
+def test_scattered_sums_come_in_every_microbatch_where_they_have_no_room() -> None:
     free = planned("fsdp", 4)
     limited = planned("fsdp", 4, memory=0.9 * free.peak_bytes / 0.92)
     assert free.sums_once and not limited.sums_once
@@ -102,7 +102,7 @@ def test_scattered_sums_come_in_every_part_where_they_have_no_room() -> None:
 
 # -- how many ------------------------------------------------------------------------------------
 @pytest.mark.slow
-def test_parts_are_taken_before_blocks_are_computed_again() -> None:
+def test_microbatches_are_taken_before_blocks_are_computed_again() -> None:
     with torch.device("meta"):
         model = models.Gpt(vocabulary=256, sequence=512, hidden=1024, heads=8, layers=2)
         ids = torch.zeros(64, 512, dtype=torch.long)
@@ -120,7 +120,7 @@ def test_parts_are_taken_before_blocks_are_computed_again() -> None:
     assert best.peak_bytes <= (best.device_limit or 0)
 
 
-def test_one_part_stands_where_it_fits_and_errors_are_those_of_one() -> None:
+def test_one_microbatch_stands_where_it_fits_and_errors_are_those_of_one() -> None:
     tried: list[int] = []
     plan = planned("ddp", 1)
 
@@ -130,7 +130,7 @@ def test_one_part_stands_where_it_fits_and_errors_are_those_of_one() -> None:
             raise PlanError("no room")
         return plan
 
-    assert in_fastest_parts(attempt, PlanRequest("ddp"), 12) is plan
+    assert in_fastest_microbatches(attempt, PlanRequest("ddp"), 12) is plan
     assert tried == [1]
 
     def refuse(request: PlanRequest) -> autopar.Plan:
@@ -139,7 +139,7 @@ def test_one_part_stands_where_it_fits_and_errors_are_those_of_one() -> None:
 
     tried.clear()
     with pytest.raises(PlanError, match="no room in 1"):
-        in_fastest_parts(refuse, PlanRequest("ddp"), 12)
+        in_fastest_microbatches(refuse, PlanRequest("ddp"), 12)
     assert tried == [1, 2, 4, 12]
 
 

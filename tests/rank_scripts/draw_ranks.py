@@ -121,7 +121,7 @@ def resumed() -> Facts:
 TASKS: dict[str, Callable[[], Facts]] = {
     "diffusion": lambda: layouts("diffusion", "ddp", "fsdp", "megatron"),
     "vae": lambda: layouts("vae", "fsdp", "megatron"),
-    "parts": lambda: layouts("diffusion", "fsdp", microbatches=2),
+    "microbatches": lambda: layouts("diffusion", "fsdp", microbatches=2),
     "recomputed": lambda: layouts("diffusion", "megatron", recompute="full"),
     "resumed": resumed,
 }

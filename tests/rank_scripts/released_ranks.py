@@ -42,7 +42,7 @@ def released() -> Facts:
         found[layout] = left(layout, planned=False)
     found["planned"] = left("fsdp", planned=True)
     found["recomputed"] = left("fsdp", planned=False, recompute="full")
-    found["in parts"] = left("fsdp", planned=False, microbatches=2)
+    found["in micro-batches"] = left("fsdp", planned=False, microbatches=2)
     found["in stages"] = left(autopar.Stages(2, "ddp"), planned=False, microbatches=2)
     return found
 

@@ -88,10 +88,10 @@ def sends_in_flight() -> list[int]:
 
 def parity(task: str) -> Facts:
     """Three steps of AdamW with clipping; then an evaluation, and one of fewer rows."""
-    layout, parts = TASKS[task]
+    layout, microbatches = TASKS[task]
     model, inputs = example(task)
     one = copy.deepcopy(model)
-    par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=parts)
+    par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=microbatches)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, one))
     expected = dict(one.named_parameters(remove_duplicate=False))
     errors: dict[str, float] = {}
@@ -227,9 +227,9 @@ def faults(task: str) -> Facts:
     first = not dist.get_rank()
     model, inputs = gpt()
 
-    def refused(layout: Any, model: nn.Module = model, inputs: Any = inputs, parts: int = 4) -> str:
+    def refused(layout: Any, model: nn.Module = model, inputs: Any = inputs, count: int = 4) -> str:
         return caught(
-            lambda: autopar.parallelize(model, None, inputs, layout=layout, microbatches=parts)
+            lambda: autopar.parallelize(model, None, inputs, layout=layout, microbatches=count)
         )
 
     layout, fewer = Stages(2, "ddp", *own), gpt(layers=2 * own[1] - 1)
@@ -238,11 +238,11 @@ def faults(task: str) -> Facts:
         for schedule in (own, other)
     ]
     facts: Facts = {
-        "parts": refused(layout, parts=odd),
+        "micro-batches": refused(layout, count=odd),
         "blocks": refused(layout, *fewer),
         "no parameters": refused(layout, *without_parameters()),
         "schedule": refused(layout if first else Stages(2, "ddp", *other)),
-        "count of parts": refused(layout, parts=4 if first else 8),
+        "count of micro-batches": refused(layout, count=4 if first else 8),
         "memory": caught(
             lambda: autopar.parallelize(
                 model, None, inputs, layout=layout, microbatches=4, memory=50_000

@@ -202,10 +202,10 @@ def test_axes_of_memory_have_the_unit_of_what_they_show(plan: Plan, gathered: fa
     assert wide.data[1].x == (plan.peak_bytes / 2**30,)
 
 
-def test_layouts_at_one_point_are_named_together() -> None:
-    same = [alternatives.Alternative(name, "x2", 1.0, 2.0) for name in ("4d", "atp")]
-    other = alternatives.Alternative("ddp", "x2", 1.0, 3.0)
-    assert figures._names_of_points([*same, other]) == ["4d, atp", "", "ddp"]
+def test_layouts_whose_points_are_close_are_named_together() -> None:
+    figures_of = {"4d": (1.0, 2.0), "atp": (1.01, 2.01), "ddp": (1.01, 3.0), "fsdp": (2.0, 2.0)}
+    others = [alternatives.Alternative(name, "x2", *at) for name, at in figures_of.items()]
+    assert figures._names_of_points(others) == ["4d, atp", "", "ddp", "fsdp"]
 
 
 def test_a_plan_from_a_file_is_reported_as_far_as_it_goes(plan: Plan, tmp_path: Path) -> None:

@@ -26,14 +26,14 @@ def test_two_ranks_train_as_one_does(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    tasks = ("diffusion", "parts", "recomputed", "resumed")
+    tasks = ("diffusion", "microbatches", "recomputed", "resumed")
     return launched(tmp_path_factory.mktemp("draws"), 2, *tasks, script="draw_ranks.py")
 
 
 @pytest.mark.slow_cells("*")
-@pytest.mark.parametrize("task", ["diffusion", "parts", "recomputed"])
-def test_so_they_do_in_parts_and_with_blocks_that_run_again(facts: Any, task: str) -> None:
-    same(facts[task], run("diffusion", 1, microbatches=2 if task == "parts" else 1))
+@pytest.mark.parametrize("task", ["diffusion", "microbatches", "recomputed"])
+def test_so_they_do_in_microbatches_and_with_blocks_that_run_again(facts: Any, task: str) -> None:
+    same(facts[task], run("diffusion", 1, microbatches=2 if task == "microbatches" else 1))
 
 
 @pytest.mark.slow
@@ -64,16 +64,16 @@ def test_torch_s_seed_starts_the_draws_anew() -> None:
     assert one == again and len({*one, *other}) == 4
 
 
-def test_parts_of_a_step_draw_other_numbers() -> None:
+def test_microbatches_draw_other_numbers() -> None:
     model, inputs = example("diffusion")
     whole: Any = autopar.parallelize(model, 1, inputs)
     model, _ = example("diffusion")
-    parts: Any = autopar.parallelize(model, 1, inputs, microbatches=2)
+    divided: Any = autopar.parallelize(model, 1, inputs, microbatches=2)
     half, _ = example("diffusion")
     rows = inputs[0][: ROWS // 2]
     alone: Any = autopar.parallelize(half, 1, (rows,))
-    for par in (whole, parts, alone):
+    for par in (whole, divided, alone):
         par.seed = 5
-    calls = (parts, *inputs), (whole, *inputs), (alone, rows)
+    calls = (divided, *inputs), (whole, *inputs), (alone, rows)
     found, *others = (float(par(x).detach()) for par, x in calls)
     assert all(found != pytest.approx(other) for other in others)

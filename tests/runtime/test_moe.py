@@ -86,7 +86,7 @@ def test_a_plan_says_what_it_takes_of_the_router(planned: autopar.Plan) -> None:
 
 
 @pytest.mark.slow
-def test_two_parts_of_a_step_give_the_same() -> None:
+def test_two_microbatches_give_the_same() -> None:
     model, _, inputs = mixtral()
     autopar.verify(model, 2, inputs, layout="fsdp", microbatches=2)
 
@@ -104,6 +104,8 @@ def test_an_expert_axis_larger_than_the_experts_is_refused() -> None:
         "use expert=4 and more data",
     )
     refused(autopar.LayoutError, *words, layout=GridEP(expert=8))
+    words = ("axis expert of 3 ranks", "hold 1.33: use another layout, or layout 'auto'")
+    refused(autopar.LayoutError, *words, ranks=3, layout="ep")
 
 
 def test_a_model_without_experts_is_refused() -> None:
@@ -117,6 +119,7 @@ def test_a_model_without_experts_is_refused() -> None:
     ("choices", "says"),
     [
         (lambda index, scores: (index, None), "its scores are none"),
+        (lambda index, scores: (index,), "its scores are none"),
         (lambda index, scores: (None, scores), "its numbers of experts are none"),
         (lambda index, scores: (scores, scores), "its numbers of experts are torch.float32"),
         (lambda index, scores: (index, index), "its scores are torch.int64"),
@@ -124,7 +127,10 @@ def test_a_model_without_experts_is_refused() -> None:
         (lambda index, scores: (index, scores[:, :1]), "numbers (64, 2) and scores (64, 1)"),
         (lambda index, scores: (index[:8], scores), "its numbers of experts are torch.int64"),
     ],
-    ids=["no scores", "no numbers", "scores alone", "numbers alone", "one", "fewer", "few tokens"],
+    ids=[
+        "no scores", "one result", "no numbers", "scores alone", "numbers alone", "one", "fewer",
+        "few tokens",
+    ],
 )  # fmt: skip
 def test_a_router_that_does_not_say_which_experts_and_how_much_is_refused(
     choices: Any, says: str
@@ -140,7 +146,12 @@ def test_a_router_that_does_not_say_which_experts_and_how_much_is_refused(
         experts.__class__ = Misled
         return net, args, kwargs
 
-    refused(autopar.TraceError, "of 4 experts takes from its router", says, model=model)
+    refused(
+        autopar.TraceError,
+        "Misled model.layers.0.mlp.experts of 4 experts takes from",
+        says,
+        model=model,
+    )
 
 
 def test_a_loop_over_experts_is_refused_with_the_remedy() -> None:
@@ -148,7 +159,7 @@ def test_a_loop_over_experts_is_refused_with_the_remedy() -> None:
     refused(autopar.TraceError, *words, model=looped)
 
 
-def test_an_auxiliary_loss_in_parts_is_refused_with_the_reason() -> None:
+def test_an_auxiliary_loss_in_microbatches_is_refused_with_the_reason() -> None:
     words = ("product of two sums over the batch", "auxiliary loss")
     refused(autopar.PlanError, *words, model=with_auxiliary_loss, layout="fsdp", microbatches=2)
 

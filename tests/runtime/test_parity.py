@@ -254,7 +254,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         weight = rng.choice([0.02, 0.3, 1.0])  # of conversions: the smaller, the more of them
         monkeypatch.setattr(exact_search, "node_costs", lambda *_: (rng.random(), []))
         monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
-        monkeypatch.setattr(exact_search, "path_parts", convert)
+        monkeypatch.setattr(exact_search, "path_terms", convert)
         monkeypatch.setattr(solve, "candidates", candidates)
 
     return from_seed

@@ -38,5 +38,5 @@ def test_alone(count: int) -> None:
 @pytest.mark.slow
 def test_the_model_that_was_given_can_be_freed(tmp_path: Path) -> None:
     found = launched(tmp_path, 2, "released", script="released_ranks.py")["released"]
-    assert set(found) == {*LAYOUTS, "planned", "recomputed", "in parts", "in stages"}
+    assert set(found) == {*LAYOUTS, "planned", "recomputed", "in micro-batches", "in stages"}
     assert not any(found.values()), found

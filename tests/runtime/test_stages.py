@@ -48,7 +48,7 @@ LEAVING = {"ddp of 2": 2, "zero-bubble of 2": 2, "4 stages zero-bubble": 4}
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "parts"),
+    ("layout", "ranks", "microbatches"),
     [
         pytest.param(
             *case, marks=() if str(case[0]) in QUICK else pytest.mark.slow, id=str(case[0])
@@ -56,9 +56,11 @@ LEAVING = {"ddp of 2": 2, "zero-bubble of 2": 2, "4 stages zero-bubble": 4}
         for case in (*VERIFIED, *IN_HALVES)
     ],
 )
-def test_a_step_in_stages_is_that_of_one_device(layout: Stages, ranks: int, parts: int) -> None:
+def test_a_step_in_stages_is_that_of_one_device(
+    layout: Stages, ranks: int, microbatches: int
+) -> None:
     model, inputs = gpt()
-    check = autopar.verify(model, ranks, inputs, layout, microbatches=parts)
+    check = autopar.verify(model, ranks, inputs, layout, microbatches=microbatches)
     assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
     assert check.ranks == ranks
 
@@ -151,7 +153,7 @@ def test_gradients_of_weights_that_are_left_out_are_seen(monkeypatch: pytest.Mon
     before = stages_run._Step.weights
 
     def skipped(self: Any, action: Any) -> None:
-        if action.part == 2:
+        if action.microbatch == 2:
             self._owner.backwards[action] += 1
             return
         before(self, action)
@@ -215,10 +217,10 @@ def test_the_number_of_stages_is_found() -> None:
     best = autopar.plan(model, 4, inputs, Stages(within="ddp"), microbatches="auto")
     seconds = []
     for count in (2, 4):
-        for parts in (2, 4, 8):
-            with contextlib.suppress(autopar.LayoutError):  # 8 parts have a row, not one a rank
+        for microbatches in (2, 4, 8):
+            with contextlib.suppress(autopar.LayoutError):  # 8 have a row each, not one a rank
                 layout = Stages(count, "ddp")
-                plan = autopar.plan(model, 4, inputs, layout, microbatches=parts)
+                plan = autopar.plan(model, 4, inputs, layout, microbatches=microbatches)
                 seconds.append(plan.step_seconds)
     assert len(seconds) == 5 and best.step_seconds == pytest.approx(min(seconds))
 
@@ -257,11 +259,11 @@ def test_more_micro_batches_leave_a_smaller_bubble() -> None:
         ),
     ],
     ids=[
-        "no parts",
+        "no micro-batches",
         "divisor",
         "schedule",
         "rounds",
-        "parts",
+        "micro-batches",
         "in a dict",
         "one",
         "within",
@@ -331,11 +333,11 @@ def test_every_rank_says_why_a_pipeline_cannot_be(tmp_path: Path, task: str) -> 
     everyone = [facts[task] for facts in launched(tmp_path, 2, task, script="stages_ranks.py")]
     (schedule, _), (other, _), odd = FAULTS[task]
     says = {
-        "parts": rf"(Input|Plan)Error: .*(microbatches is {odd}|{odd} micro)",
+        "micro-batches": rf"(Input|Plan)Error: .*(microbatches is {odd}|{odd} micro)",
         "blocks": "stages of a model with . repeated blocks: a stage has at least one",
         "no parameters": "stage . of ., from blocks.. on, has no parameter that is trained",
         "schedule": f"RankError: .*schedule='{schedule}'.* on rank 0, .*'{other}'.* on rank 1",
-        "count of parts": "RankError: .*microbatches is 4 on rank 0, 8 on rank 1",
+        "count of micro-batches": "RankError: .*microbatches is 4 on rank 0, 8 on rank 1",
         "memory": "PlanError: no plan fits",
         "plan": "RankError: the ranks hold different plans",
     }

@@ -28,8 +28,8 @@ from autopar.cost.calibration.measure import (
     Progress,
     after_warming,
     in_rounds,
-    part,
     warm_up,
+    within,
 )
 from autopar.cost.network import Pattern, size
 from autopar.errors import WorldError
@@ -132,7 +132,7 @@ def _with_computing(
     shapes = [p for p in all_matmuls if _is_measurable(p, world)]
     left = len(all_matmuls) - len(shapes)
     note = f" ({left} left out: over {LONGEST_S:g} s or a quarter of the memory)" if left else ""
-    report = part(progress, 0.0, on_products)
+    report = within(progress, 0.0, on_products)
     times, attention_times, other_rate = time_computing(
         shapes,
         attended,
@@ -146,7 +146,7 @@ def _with_computing(
         [p for p in shapes if p in set(products)],
         device,
         seconds * (share - on_products),
-        part(progress, on_products, share - on_products),
+        within(progress, on_products, share - on_products),
     )
     timed = replace(world.device, forms=choices, attention=shares, op_bytes_per_s=other_rate)
     return replace(world, device=timed)
@@ -162,7 +162,7 @@ def _with_collectives(
     kinds = [kind for kind in KINDS if not (gloo and kind == "reduce_scatter")]
     all_cases = cases(world.ranks, GPU_SIZES if device.type == "cuda" else CPU_SIZES, kinds)
     share = _ON_COLLECTIVES - _ON_CONTENTION
-    times = time_collectives(all_cases, device, seconds * share, part(progress, start, share))
+    times = time_collectives(all_cases, device, seconds * share, within(progress, start, share))
     measured = lines(times)
     world = fit_world(
         world, [*measured, *scatter_of_measures(measured, world.device)] if gloo else measured
@@ -171,7 +171,7 @@ def _with_collectives(
         patterns(world.ranks),
         device,
         seconds * _ON_CONTENTION,
-        lambda done: part(progress, 1 - _ON_CONTENTION, _ON_CONTENTION)(done, "contention"),
+        lambda done: within(progress, 1 - _ON_CONTENTION, _ON_CONTENTION)(done, "contention"),
     )
     return replace(world, contention=contention)
 
@@ -201,12 +201,12 @@ def time_collectives(
     numbers = torch.ones(max(measure.actual_bytes(case) for case in wanted) // 4, device=device)
     with measure.groups(list(dict.fromkeys(case.pattern for case in wanted))) as names:
         runs = [measure.collective(case, names[case.pattern], numbers) for case in wanted]
-        takes_part = [case.together or _in_first_group(case.pattern, rank) for case in wanted]
-        times, seconds = warm_up(runs, takes_part, device, seconds, progress, "collectives")
+        joins_in = [case.together or _in_first_group(case.pattern, rank) for case in wanted]
+        times, seconds = warm_up(runs, joins_in, device, seconds, progress, "collectives")
 
         def once(index: int) -> float:
             measure.barrier()
-            if not takes_part[index]:
+            if not joins_in[index]:
                 return 0.0
             return measure.seconds(runs[index], times[index].times, device)
 

@@ -137,8 +137,8 @@ def _issuer(case: Case, group: str, numbers: Tensor) -> Started:
     compute in between.
     """
     count = size(case.pattern)
-    part = max(1, case.unsharded_bytes // (4 * count * count))
-    x = numbers[: part * count * (count if case.kind in measure.FULL_OPERANDS else 1)]
+    block = max(1, case.unsharded_bytes // (4 * count * count))
+    x = numbers[: block * count * (count if case.kind in measure.FULL_OPERANDS else 1)]
     return _STARTS[case.kind](x, count, group)
 
 

@@ -101,8 +101,8 @@ def groups(patterns: Sequence[Pattern]) -> Iterator[dict[Pattern, str]]:
 def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
     """Return a function that runs the case once, on the first of these float32 numbers."""
     count = size(case.pattern)
-    part = max(1, case.unsharded_bytes // (4 * count * count))  # numbers of one rank for one other
-    x = numbers[: part * count * (count if case.kind in FULL_OPERANDS else 1)]
+    block = max(1, case.unsharded_bytes // (4 * count * count))  # numbers of one rank for one other
+    x = numbers[: block * count * (count if case.kind in FULL_OPERANDS else 1)]
     match case.kind:
         case "all_gather":
             return lambda: comm.all_gather(x, count, group)
@@ -111,7 +111,7 @@ def collective(case: Case, group: str, numbers: Tensor) -> Callable[[], object]:
         case "all_reduce":
             return lambda: comm.all_reduce(x, count, group)
         case "all_to_all":
-            return lambda: comm.all_to_all(x.view(count, part), group)
+            return lambda: comm.all_to_all(x.view(count, block), group)
         case "broadcast":
             return lambda: [comm.broadcast(x, root, count, group) for root in range(count)]
         case "reduce":
@@ -142,8 +142,8 @@ def in_turn(source: Tensor, rows: int, columns: int, transposed: bool = False) -
     goes to other memory than what the op before wrote. `transposed`: each lies column by column.
     """
     count = rows * columns
-    parts = source[: min(_TURNS, source.numel() // count) * count].split(count)
-    matrices = [p.view(columns, rows).t() if transposed else p.view(rows, columns) for p in parts]
+    sources = source[: min(_TURNS, source.numel() // count) * count].split(count)
+    matrices = [x.view(columns, rows).t() if transposed else x.view(rows, columns) for x in sources]
     return itertools.cycle(matrices)
 
 
@@ -205,12 +205,12 @@ class Often(NamedTuple):
     took_s: float
 
 
-def times_for(work: Callable[[], object], device: torch.device, taking_part: bool = True) -> Often:
+def times_for(work: Callable[[], object], device: torch.device, joining: bool = True) -> Often:
     """Warm up, and return how often to run for one measurement: the same number on all ranks."""
     took = 0.0
-    if taking_part:
+    if joining:
         took = seconds(work, 1, device)
-    if taking_part and device.type != "cpu":  # the first run may have been compiled
+    if joining and device.type != "cpu":  # the first run may have been compiled
         took = seconds(work, 1, device)
     longest = max(ranks.all_of(took))
     if device.type == "cpu":
@@ -319,8 +319,8 @@ Progress = Callable[[float, str], None]  # share that is done, what is being don
 _WARMING = 0.1  # of the progress that is shown
 
 
-def part(progress: Progress, start: float, share: float) -> Progress:
-    """Return the progress of a part that begins at `start` and takes this share of the total."""
+def within(progress: Progress, start: float, share: float) -> Progress:
+    """Return the progress of work that begins at `start` and takes this share of the total."""
     return lambda done, doing: progress(start + share * done, doing)
 
 
@@ -336,9 +336,9 @@ def warm_up(
     left.
     """
     start, times = time.perf_counter(), list[Often]()
-    for done, (work, taking_part) in enumerate(zip(works, joins, strict=True)):
+    for done, (work, joining) in enumerate(zip(works, joins, strict=True)):
         progress(_WARMING * done / len(works), doing)
-        times.append(times_for(work, device, taking_part))
+        times.append(times_for(work, device, joining))
     return times, max(seconds / 2, seconds - (time.perf_counter() - start))
 
 

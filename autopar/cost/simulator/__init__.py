@@ -162,11 +162,13 @@ class Seen(ABC):
             table.add_row(
                 total.kind, str(total.number), size, *(f"{time * 1e3:,.2f}" for time in times)
             )
-        parts = {"computation": self.computing, "exposed": self.exposed_seconds}
+        terms = {"computation": self.computing, "exposed": self.exposed_seconds}
         if self.issuing:
-            parts |= {"late ranks": self.skew_seconds, "issuing": self.issuing}
-            parts["neither"] = self.other_seconds
-        table.caption = " + ".join(f"{name} {part * 1e3:,.2f}" for name, part in parts.items())
+            terms |= {"late ranks": self.skew_seconds, "issuing": self.issuing}
+            terms["neither"] = self.other_seconds
+        table.caption = " + ".join(
+            f"{name} {seconds * 1e3:,.2f}" for name, seconds in terms.items()
+        )
         return table
 
     def trace(self) -> dict[str, Any]:
@@ -254,10 +256,10 @@ class Timeline(Seen):
         for event, span in zip(self.events, self._ran, strict=True):
             if not event.lane and span.seconds:
                 by_chain[event.chain][0] += span.seconds
-            for part in (event.parts or (event,)) if event.lane else ():
-                share = part.bytes / event.bytes if event.parts else 1.0
-                by_chain[part.chain][1] += share * span.seconds
-                by_chain[part.chain][2] += share * span.exposed
+            for member in (event.members or (event,)) if event.lane else ():
+                share = member.bytes / event.bytes if event.members else 1.0
+                by_chain[member.chain][1] += share * span.seconds
+                by_chain[member.chain][2] += share * span.exposed
         for chain, seconds in ({} if self.before is None else self.before.by_chain).items():
             by_chain[chain] = [
                 a + self.times * b for a, b in zip(by_chain[chain], seconds, strict=True)
@@ -306,11 +308,11 @@ def timeline(program: Program, world: World, overlap: bool = True) -> Timeline:
 
 
 def interleave(events: Sequence[Event]) -> Timeline:
-    """Return the timeline of two parts with these events each, turn by turn."""
+    """Return the timeline of two micro-batches with these events each, turn by turn."""
     both = [
-        event._replace(after=tuple(2 * index + part for index in event.after))
+        event._replace(after=tuple(2 * index + number for index in event.after))
         for event in events
-        for part in (0, 1)
+        for number in (0, 1)
     ]
     return simulate(both)
 
@@ -324,8 +326,8 @@ def _shortest(step: Events, overlap: bool) -> Timeline:
 def halves_of_backward(
     program: Program, world: World, received: Collection[str]
 ) -> tuple[float, float]:
-    """Return the modelled seconds of a micro-batch's backward in two parts: what the gradients of
-    the placeholders `received` need, and the rest. Each part hides its own communication alone.
+    """Return the modelled seconds of a micro-batch's backward in two halves: what the gradients of
+    the placeholders `received` need, and the rest. Each half hides its own communication alone.
     """
     step = Events(program, world, between=True)
     events = step.run()
@@ -339,8 +341,8 @@ def halves_of_backward(
             first.add(index)
             wanted.extend(events[index].after)
     backward = [i for i, event in enumerate(events) if event.phase == "backward"]
-    parts = ([i for i in backward if i in first], [i for i in backward if i not in first])
-    inputs, weights = (simulate(_alone(events, part)).seconds for part in parts)
+    halves = ([i for i in backward if i in first], [i for i in backward if i not in first])
+    inputs, weights = (simulate(_alone(events, half)).seconds for half in halves)
     return inputs, weights
 
 

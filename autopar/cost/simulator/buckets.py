@@ -48,8 +48,8 @@ def together(
             first_uses[needed] = min(first_uses[needed], run.start[index])
 
     def when(index: int) -> tuple[float, int]:
-        ready = max((run.end[i] for i in events[index].after), default=0.0)
-        return (first_uses[index] if events[index].ahead else ready), index
+        operands_end = max((run.end[i] for i in events[index].after), default=0.0)
+        return (first_uses[index] if events[index].ahead else operands_end), index
 
     open_buckets: dict[Hashable, int] = {}
     bucket_bytes: dict[Hashable, float] = defaultdict(float)

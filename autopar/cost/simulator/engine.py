@@ -32,7 +32,7 @@ class Event(NamedTuple):
     other. `link`: the links it runs over; collectives of several lanes share them. `bytes`: what a
     rank sends. `ahead`: it depends on stored tensors only, so it can be issued long before its use;
     `in_flight_bytes` are then alive. `takes_s`: seconds of computing that are lost to it where ops
-    run at the same time. `parts`: the events that are fused in a bucket.
+    run at the same time. `members`: the events that are fused in a bucket.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Event(NamedTuple):
     ahead: bool = False
     in_flight_bytes: float = 0.0
     takes_s: float = 0.0
-    parts: tuple[Event, ...] = ()
+    members: tuple[Event, ...] = ()
 
 
 class Action(NamedTuple):
@@ -326,20 +326,20 @@ class _Simulation:
         """Return the next op to run: one within the window, or a deferred one; None where there is
         none.
         """
-        ready = self.runnable_ops and self.runnable_ops[0] <= self.first + self.window
-        if self.deferred and (not ready or len(self.deferred) > self.defer):
+        in_window = self.runnable_ops and self.runnable_ops[0] <= self.first + self.window
+        if self.deferred and (not in_window or len(self.deferred) > self.defer):
             return self.deferred.popleft()
-        return heapq.heappop(self.runnable_ops) if ready else None
+        return heapq.heappop(self.runnable_ops) if in_window else None
 
     def _wait(self) -> None:
         """Wait, as there is nothing to compute. The first event that is not done is then a
         collective: issue it if it was held back, else stand still until one ends.
         """
-        held_back = next(
+        prefetch = next(
             (entry for entry in self.waiting_prefetches if entry[1] == self.first), None
         )
-        if held_back is not None:
-            self.waiting_prefetches.remove(held_back)
+        if prefetch is not None:
+            self.waiting_prefetches.remove(prefetch)
             heapq.heapify(self.waiting_prefetches)
             self._send(self.first)
             return

@@ -129,17 +129,17 @@ def graph_peak_bytes(graph: fx.Graph, step: StepMemory) -> float:
     staging = Staging(lives)
     place = {node: number for number, node in enumerate(graph.nodes)}
     freed: dict[int, float] = defaultdict(float)
-    live_bytes = peak = step.primals
+    current = peak = step.primals
     for node, number in place.items():
         allocated = lives.new_bytes(node)
-        live_bytes += allocated
+        current += allocated
         freed[max((place[n] for n in lives.readers[node]), default=number)] += allocated
         if node.op == "placeholder":
             continue  # placeholders are all there before anything runs
         staging.step(node)
-        peak = max(peak, live_bytes + staging.bytes)
-        live_bytes -= freed[number]
-    return max(peak, live_bytes)
+        peak = max(peak, current + staging.bytes)
+        current -= freed[number]
+    return max(peak, current)
 
 
 def _roots(graph: fx.Graph, saved: Mapping[str, SavedMemory]) -> dict[fx.Node, fx.Node]:

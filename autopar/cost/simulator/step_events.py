@@ -23,8 +23,8 @@ from autopar.cost.algorithms import Stage, stages
 from autopar.cost.communication import SentCollective, flat_price, sent_collectives
 from autopar.cost.compute import node_seconds, op_bytes_per_s, optimizer_seconds
 from autopar.cost.contention import lost_s
+from autopar.cost.microbatches import OncePerStep
 from autopar.cost.network import Pattern, pattern, size, within
-from autopar.cost.parts import OncePerStep
 from autopar.cost.simulator.buckets import Bucket
 from autopar.cost.simulator.engine import Event
 from autopar.ir.graph import inline, stored_nodes
@@ -145,7 +145,7 @@ class Events:
         if choice is None or self.last.get(source) is not node:
             return 0.0, 0.0
         rule = self.notes.specs[source]
-        strategy = Strategy((), choice.operands, choice.results, _part_count(self, source))
+        strategy = Strategy((), choice.operands, choice.results, _rank_count(self, source))
         dtype = node.meta["dtype"]
         forward = node_seconds(rule, strategy, dtype, False, self.world)
         if (source, 0) not in self.notes.gradient:
@@ -283,18 +283,18 @@ class Events:
 
     def fuse(self, members: Bucket) -> Event:
         """Return the event that stands for several collectives as one."""
-        parts = tuple(self.events[index] for index in members)
+        fused = tuple(self.events[index] for index in members)
         kind, digits, _, copied = self.joinable[members[0]][0]
         unsharded_bytes = sum(self.joinable[index][1] for index in members)
         price = flat_price(kind, digits, unsharded_bytes, self.world)
         copying = copied * 2 * unsharded_bytes / op_bytes_per_s(self.world.device)
-        return parts[0]._replace(
-            name=f"{parts[0].name} and {len(parts) - 1} more",
+        return fused[0]._replace(
+            name=f"{fused[0].name} and {len(fused) - 1} more",
             seconds=price.seconds + copying,
             bytes=price.bytes,
-            in_flight_bytes=sum(part.in_flight_bytes for part in parts),
+            in_flight_bytes=sum(event.in_flight_bytes for event in fused),
             takes_s=lost_s(price.seconds, self.world) + copying,  # the computing thread copies
-            parts=parts,
+            members=fused,
         )
 
     def _add(
@@ -376,12 +376,12 @@ def _computes(node: fx.Node) -> bool:
     return "source" in node.meta and "step" not in node.meta and node.op == "call_function"
 
 
-def _part_count(step: Events, source: str) -> int:
+def _rank_count(step: Events, source: str) -> int:
     """Return among how many ranks a node's work is divided."""
-    parts, sizes = 1, step.notes.specs[source].sizes
+    ranks, sizes = 1, step.notes.specs[source].sizes
     for axis, split in zip(step.plan.mesh.axes, step.plan.choices[source].splits, strict=True):
-        parts *= axis.size if split in sizes else 1
-    return parts
+        ranks *= axis.size if split in sizes else 1
+    return ranks
 
 
 def _union(groups: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

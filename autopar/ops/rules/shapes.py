@@ -407,18 +407,18 @@ def triangle(node: fx.Node) -> OpShardingRule:
 
 
 @rule_for((aten.view_as_real.default, aten.view_as_complex.default))
-def parts_of_complex(node: fx.Node) -> OpShardingRule:
-    """Return the rule "... -> ... 2" of the parts of complex numbers, or that backwards."""
+def complex_as_real(node: fx.Node) -> OpShardingRule:
+    """Return the rule "... -> ... 2" of complex numbers as pairs, or that backwards."""
     source = operands_of(node)[0]
     assert source is not None
     shape, result = operand_shape(source), shape_of(value_of(node))
     sizes: dict[str, int] = {}
     dims = tuple(name_dims(min(shape, result, key=len), sizes))
-    sizes["parts"] = 2
-    before, after = (dims, (*dims, ("parts",)))
+    sizes["complex"] = 2
+    before, after = (dims, (*dims, ("complex",)))
     if len(shape) > len(result):
         before, after = after, before
-    return OpShardingRule((before,), (after,), sizes, whole=frozenset({"parts"}))
+    return OpShardingRule((before,), (after,), sizes, whole=frozenset({"complex"}))
 
 
 @rule_for(aten.diff.default)

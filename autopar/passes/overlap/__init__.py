@@ -158,15 +158,15 @@ def on_cpu(node: fx.Node) -> bool:
     return bool(node.meta["val"].device.type == "cpu")
 
 
-def concatenate(graph: fx.Graph, parts: Sequence[fx.Node]) -> fx.Node:
-    """Return the parts concatenated (n,). Where they are consecutive views of one tensor, that
+def concatenate(graph: fx.Graph, tensors: Sequence[fx.Node]) -> fx.Node:
+    """Return the tensors concatenated (n,). Where they are consecutive views of one tensor, that
     tensor, or a slice of it, is returned instead of a copy.
     """
-    cuts = [cut_of(part) for part in parts]
-    start, source = 0, cuts[0][0] if cuts[0] else None
-    for cut in cuts:
+    slices = [cut_of(x) for x in tensors]
+    start, source = 0, slices[0][0] if slices[0] else None
+    for cut in slices:
         if source is None or cut is None or cut[:2] != (source, start):
-            flat = [add_call(graph, aten.reshape.default, (part, [-1])) for part in parts]
+            flat = [add_call(graph, aten.reshape.default, (x, [-1])) for x in tensors]
             return add_call(graph, aten.cat.default, (flat,))
         start = cut[2]
     assert source is not None

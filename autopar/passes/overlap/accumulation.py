@@ -75,12 +75,12 @@ def tails(backward: fx.Graph, layouts: Sequence[Layout | None]) -> tuple[Tail, .
     """Return the tail of each gradient that has one. `layouts`: where the gradients lie, in the
     order of the results; None for what no rank stores.
     """
-    found = (
+    candidates = (
         _tail(place, result, layout)
         for place, (result, layout) in enumerate(zip(_results(backward), layouts, strict=True))
         if isinstance(result, fx.Node) and layout is not None
     )
-    return tuple(tail for tail in found if tail is not None)
+    return tuple(tail for tail in candidates if tail is not None)
 
 
 def without_sums(backward: fx.Graph, ends: tuple[Tail, ...]) -> fx.Graph:

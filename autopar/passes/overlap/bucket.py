@@ -267,11 +267,11 @@ def _in_cut_order(members: Sequence[fx.Node]) -> Sequence[fx.Node]:
     """Return the members in the order in which their operands were cut out of one tensor, if they
     were.
     """
-    cuts = [cut_of(member.all_input_nodes[0]) for member in members]
-    found_cuts = [cut for cut in cuts if cut is not None]
-    if len(found_cuts) < len(members) or len({source for source, _, _ in found_cuts}) > 1:
+    slices = [cut_of(member.all_input_nodes[0]) for member in members]
+    views = [cut for cut in slices if cut is not None]
+    if len(views) < len(members) or len({source for source, _, _ in views}) > 1:
         return members
-    places = sorted(range(len(members)), key=lambda place: found_cuts[place][1])
+    places = sorted(range(len(members)), key=lambda place: views[place][1])
     return [members[place] for place in places]
 
 

@@ -78,23 +78,23 @@ class _ChunkWriter:
 
     def __init__(self, graph: fx.Graph, unit: Unit, values: dict[Any, Any]) -> None:
         self.graph, self.unit, self.values = graph, unit, values
-        self.parts: dict[fx.Node, list[fx.Node]] = {node: [] for node in unit.cut_of}
+        self.pieces_of: dict[fx.Node, list[fx.Node]] = {node: [] for node in unit.cut_of}
         self.sliced: dict[tuple[fx.Node, Cut], list[fx.Node]] = {}
 
     def cut(self) -> None:
         """Put the pieces before the unit's last node; the graph is to be ordered afterwards."""
-        cuts = self.unit.cut_of
-        with self.graph.inserting_before(max(cuts)):
+        cut_of = self.unit.cut_of
+        with self.graph.inserting_before(max(cut_of)):
             for stage in _stages(self.unit):
                 for number in range(self.unit.pieces):
                     for node in stage:
-                        self.parts[node].append(self._piece(node, number))
-            for node, cut in cuts.items():
-                if not cuts.keys() >= node.users.keys():
-                    uncut = self._joined(self.parts[node], cut, value_of(node))
+                        self.pieces_of[node].append(self._piece(node, number))
+            for node, cut in cut_of.items():
+                if not cut_of.keys() >= node.users.keys():
+                    uncut = self._joined(self.pieces_of[node], cut, value_of(node))
                     uncut.meta["custom"] = node.meta.get("custom", {})
-                    node.replace_all_uses_with(uncut, lambda user: user not in cuts)
-        for node in sorted(cuts, reverse=True):
+                    node.replace_all_uses_with(uncut, lambda user: user not in cut_of)
+        for node in sorted(cut_of, reverse=True):
             self.graph.erase_node(node)
 
     def _piece(self, node: fx.Node, number: int) -> fx.Node:
@@ -112,8 +112,8 @@ class _ChunkWriter:
         """Return what a piece takes as operand number `place`."""
         if not isinstance(value, fx.Node):
             return value
-        if value in self.parts:
-            return self.parts[value][number]
+        if value in self.pieces_of:
+            return self.pieces_of[value][number]
         cut = operand(node, place, self.unit.cut_of[node])
         if cut is None:
             return value
@@ -152,13 +152,13 @@ class _ChunkWriter:
         options = {"memory_format": torch.contiguous_format}
         return self._call(aten.clone.default, (node,), options)
 
-    def _joined(self, parts: Sequence[fx.Node], own: Cut, value: torch.Tensor) -> fx.Node:
+    def _joined(self, pieces: Sequence[fx.Node], own: Cut, value: torch.Tensor) -> fx.Node:
         """Return the uncut value: its pieces concatenated."""
         if own.outer == 1:
-            return add_node(self.graph, aten.cat.default, (list(parts), own.dim), value)
-        shape = shape_of(parts[0])
+            return add_node(self.graph, aten.cat.default, (list(pieces), own.dim), value)
+        shape = shape_of(pieces[0])
         apart = [*shape[: own.dim], own.outer, shape[own.dim] // own.outer, *shape[own.dim + 1 :]]
-        views = [self._call(aten.view.default, (part, apart)) for part in parts]
+        views = [self._call(aten.view.default, (piece, apart)) for piece in pieces]
         side = self._call(aten.cat.default, (views, own.dim + 1))
         return add_node(self.graph, aten.view.default, (side, list(value.shape)), value)
 
@@ -308,9 +308,9 @@ def _estimate(unit: Unit, world: World) -> _Estimate:
             side = value_of(node).shape[unit.cut_of[node].dim] / pieces
             if side < _LEAST_SIDE or flops(node) / pieces < _LEAST_FLOPS:
                 return _Estimate(0.0, 0.0)
-    uncut, part = [_stage_seconds(unit, work, world, count) for count in (1, pieces)]
-    longer = part[0] * pieces - uncut[0]
-    saved = sum(uncut) - sum(part) - (pieces - 1) * max(part) + longer
+    uncut, piece = [_stage_seconds(unit, work, world, count) for count in (1, pieces)]
+    longer = piece[0] * pieces - uncut[0]
+    saved = sum(uncut) - sum(piece) - (pieces - 1) * max(piece) + longer
     outputs = [n for n in nodes if not unit.cut_of.keys() >= n.users.keys()]
     moved = float(sum(2 * bytes_of(node) for node in outputs))
     side_by_side = matmul_seconds(0.0, moved, value_of(nodes[0]).dtype, world.device)

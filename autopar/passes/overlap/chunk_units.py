@@ -193,19 +193,19 @@ def units(graph: fx.Graph, pieces: int, without: Set[fx.Node]) -> list[Unit]:
     nodes = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
     for node in nodes:
         if collective_of(node) == _GATHER and node not in used:
-            cuts = _from_gather(node, search)
-            if cuts and not used & cuts.keys() and _joinable(cuts):
-                result.append(Unit(cuts, pieces))
-                used |= cuts.keys()
+            cut_of = _from_gather(node, search)
+            if cut_of and not used & cut_of.keys() and _joinable(cut_of):
+                result.append(Unit(cut_of, pieces))
+                used |= cut_of.keys()
     for node in nodes:
         if node.target in MATMULS and node not in used:
-            cuts = next(
+            cut_of = next(
                 filter(None, (_to_sum_over_ranks(node, c, search) for c in _sides(node, pieces))),
                 {},
             )
-            if cuts and not used & cuts.keys() and _joinable(cuts):
-                result.append(Unit(cuts, pieces))
-                used |= cuts.keys()
+            if cut_of and not used & cut_of.keys() and _joinable(cut_of):
+                result.append(Unit(cut_of, pieces))
+                used |= cut_of.keys()
     return result
 
 
@@ -219,23 +219,23 @@ def _sides(matmul: fx.Node, pieces: int) -> list[Cut]:
     slow.
     """
     shape = shape_of(matmul)
-    cuts = [Cut(dim) for dim in (len(shape) - 2, len(shape) - 1) if shape[dim] % pieces == 0]
-    return sorted(cuts, key=lambda cut: -shape[cut.dim])
+    sides = [Cut(dim) for dim in (len(shape) - 2, len(shape) - 1) if shape[dim] % pieces == 0]
+    return sorted(sides, key=lambda cut: -shape[cut.dim])
 
 
 def _to_sum_over_ranks(matmul: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
     """Return the cuts from a matmul to the sum over ranks behind it; {} where there is none. On
     gloo a reduce-scatter is an all-to-all and a sum of what arrives.
     """
-    cuts = _to_wait(matmul, cut, search)
-    if not any(collective_of(node) == "all_to_all_single" for node in cuts):
-        return cuts
-    wait = next(reversed(cuts))
+    cut_of = _to_wait(matmul, cut, search)
+    if not any(collective_of(node) == "all_to_all_single" for node in cut_of):
+        return cut_of
+    wait = next(reversed(cut_of))
     users = list(wait.users)
     if len(users) != 1 or not _adds_parts(users[0]):
         return {}
-    sum_cut = result_cut(users[0], wait, cuts[wait], search.pieces)
-    return {} if sum_cut is None else {**cuts, users[0]: sum_cut}
+    sum_cut = result_cut(users[0], wait, cut_of[wait], search.pieces)
+    return {} if sum_cut is None else {**cut_of, users[0]: sum_cut}
 
 
 def _to_wait(node: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
@@ -250,9 +250,9 @@ def _to_wait(node: fx.Node, cut: Cut, search: _Search) -> dict[fx.Node, Cut]:
         user_cut = result_cut(user, node, cut, search.pieces)
         if user_cut is None or (user, user_cut) in search.nowhere:
             continue
-        cuts = _to_wait(user, user_cut, search)
-        if cuts:
-            return {node: cut, **cuts}
+        cut_of = _to_wait(user, user_cut, search)
+        if cut_of:
+            return {node: cut, **cut_of}
     search.nowhere.add((node, cut))
     return {}
 
@@ -264,9 +264,9 @@ def _from_gather(gather: fx.Node, search: _Search) -> dict[fx.Node, Cut]:
     (source,) = gather.all_input_nodes
     for dim, length in enumerate(shape_of(source)):
         if length % search.pieces == 0:
-            cuts = _cut_from_gather(gather, source, Cut(dim), search)
-            if any(node.target in MATMULS for node in cuts):
-                return cuts
+            cut_of = _cut_from_gather(gather, source, Cut(dim), search)
+            if any(node.target in MATMULS for node in cut_of):
+                return cut_of
     return {}
 
 
@@ -279,9 +279,9 @@ def _cut_from_gather(
     gather_cut = result_cut(gather, operand, cut, search.pieces)
     if gather_cut is None:
         return {}
-    cuts: dict[fx.Node, Cut] = {}
-    _follow(gather, gather_cut, search, cuts)
-    return dict(sorted(cuts.items()))  # in the order of the graph
+    cut_of: dict[fx.Node, Cut] = {}
+    _follow(gather, gather_cut, search, cut_of)
+    return dict(sorted(cut_of.items()))  # in the order of the graph
 
 
 def _follow(node: fx.Node, cut: Cut, search: _Search, by_node: dict[fx.Node, Cut]) -> bool:

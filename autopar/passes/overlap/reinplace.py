@@ -252,10 +252,10 @@ def fill_buckets(derived: DerivedGraph, world: World) -> DerivedGraph:
         value = node.meta.get("val")
         if node.target is not aten.cat.default or value.dim() != 1 or value.nbytes > room:
             continue
-        matmul_of_part = [_matmul_of(part) for part in node.all_input_nodes]
-        matmuls = [matmul for matmul in matmul_of_part if matmul is not None]
-        if matmuls and len(matmul_of_part) == len(node.args[0]):  # no part is there twice
-            _fill(graph, node, matmul_of_part, min(matmuls, key=place.__getitem__))
+        matmuls_of_members = [_matmul_of(part) for part in node.all_input_nodes]
+        matmuls = [matmul for matmul in matmuls_of_members if matmul is not None]
+        if matmuls and len(matmuls_of_members) == len(node.args[0]):  # no part is there twice
+            _fill(graph, node, matmuls_of_members, min(matmuls, key=place.__getitem__))
             room -= value.nbytes
     return derived
 

@@ -258,7 +258,7 @@ def _move_fetches_ahead(
     is room.
     """
     place = {node: number for number, node in enumerate(late.order)}
-    live = np.array(late.allocated_bytes)
+    allocated = np.array(late.allocated_bytes)
     scheduled_place = _anchors(scheduled, early, place)
     moved: dict[fx.Node, int] = {}
     before: dict[int, list[fx.Node]] = defaultdict(list)
@@ -269,10 +269,10 @@ def _move_fetches_ahead(
         needs = (moved.get(n, 0) for member in nodes for n in member.all_input_nodes)
         first, last = max([scheduled_place[node], *needs]), place[node]
         size = sum(late.output_bytes[member] + late.liveness.staged(member) for member in nodes)
-        too_full = np.flatnonzero(live[first:last] + size > late.bound)
+        too_full = np.flatnonzero(allocated[first:last] + size > late.bound)
         start = first + int(too_full[-1]) + 1 if len(too_full) else first
         if start < last:
-            live[start:last] += size
+            allocated[start:last] += size
             nodes = [
                 member for member in nodes if place[member] >= start
             ]  # the others stand before

@@ -1,18 +1,19 @@
-"""The derived backward of a stage in two parts, as zero bubble schedules run it (arXiv 2401.10241).
+"""The derived backward of a stage in two halves, as zero bubble schedules run it (arXiv
+2401.10241).
 
     dx = mm(dy, w)         inputs: the gradients of what the stage received, for which the stage
-                           before waits; it also returns what the other part takes
+                           before waits; it also returns what the other half takes
     dw = mm(t(dy), x)      weights: the rest, later
 
-Every node is in one of the two parts, so nothing is computed twice. What a node of the second part
-takes of the first, or of what the forward saved, is carried over: dy and x of every product.
-An op that gives both gradients at once, as a layer norm's backward does, is in the first part, and
-so are cheap ops whose result is smaller than what they alone take: of a gated product its result is
+Every node is in one of the halves, so nothing is computed twice. What a node of the second half
+takes of the first, or of what the forward saved, is carried over: dy and x of every product. An op
+that gives both gradients at once, as a layer norm's backward does, is in the first half, and so are
+cheap ops whose result is smaller than what they alone take: of a gated product its result is
 carried, not both of its operands. The backward of a stage that received nothing is in the second
-part as a whole.
+half as a whole.
 
 A copy of a derived backward enters before it is scheduled, as it is or in one of the forms of
-accumulation.py, and one of its parts leaves. runtime/deferred_backward.py asks.
+accumulation.py, and one of its halves leaves. runtime/deferred_backward.py asks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from autopar.passes.overlap import erase_unused
 
 
 class Halves(NamedTuple):
-    """Where a backward is split: the names of the nodes of its `first` part, which gives the
+    """Where a backward is split: the names of the nodes of its `first` half, which gives the
     gradients of `places` among the results, and of the values that are `carried` to the rest.
     """
 
@@ -67,7 +68,7 @@ def split(backward: fx.Graph, places: Collection[int]) -> Halves:
     return Halves(frozenset(places), names, tuple(carried))
 
 
-def inputs_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
+def input_gradients(backward: fx.Graph, halves: Halves) -> fx.Graph:
     """Return a copy that gives the gradients of the `places`, None for all others, and then the
     values that are carried over.
     """
@@ -81,7 +82,7 @@ def inputs_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
     return graph
 
 
-def weights_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
+def weight_gradients(backward: fx.Graph, halves: Halves) -> fx.Graph:
     """Return a graph that takes what is carried over, and then the operands that a form of the
     backward has besides (`with_accumulated`), and gives the other gradients, None for those of the
     `places`.
@@ -109,7 +110,7 @@ def weights_part(backward: fx.Graph, halves: Halves) -> fx.Graph:
 
 
 def _shrinks(node: fx.Node, first: Collection[fx.Node]) -> bool:
-    """Whether a cheap op of what there is in the first part makes less than it alone would take."""
+    """Whether a cheap op of what there is in the first half makes less than it alone would take."""
     value, inputs = node.meta.get("val"), node.all_input_nodes
     if node in first or node.op != "call_function" or not isinstance(value, torch.Tensor):
         return False

@@ -157,9 +157,9 @@ def _read_inputs(
     placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
     pairs = list(zip(placeholders, exported.graph_signature.input_specs, strict=True))
     leaves = pytree.tree_flatten_with_path((args, kwargs))[0]
-    user = [(node, spec) for node, spec in pairs if spec.kind is InputKind.USER_INPUT]
+    user = [(node, entry) for node, entry in pairs if entry.kind is InputKind.USER_INPUT]
     entries, fixed = _user_inputs(user, leaves)
-    other_pairs = [(node, spec) for node, spec in pairs if spec.kind is not InputKind.USER_INPUT]
+    other_pairs = [(node, entry) for node, entry in pairs if entry.kind is not InputKind.USER_INPUT]
     values = _tensors_of(model, exported, originals)
     tensors: dict[str, torch.Tensor] = {}
     entries |= _inputs_of(model, other_pairs, values, tensors)
@@ -176,8 +176,8 @@ def _user_inputs(
     arguments. Export keeps a placeholder for each leaf, in order.
     """
     entries, fixed = {}, []
-    for position, ((node, spec), (path, value)) in enumerate(zip(pairs, leaves, strict=True)):
-        if isinstance(spec.arg, TensorArgument):
+    for position, ((node, entry), (path, value)) in enumerate(zip(pairs, leaves, strict=True)):
+        if isinstance(entry.arg, TensorArgument):
             needs = value.requires_grad
             entries[node] = Input(
                 "user", node.name, _path(path), trainable=needs, position=position
@@ -225,22 +225,22 @@ def _inputs_of(
         names.setdefault(id(value), []).append(name)
     first_node: dict[int, fx.Node] = {}
     entries: dict[fx.Node, Input] = {}
-    for node, spec in pairs:
+    for node, entry in pairs:
         if _is_generator(node):
             reason = "forward draws from a torch.Generator of its own"
             raise refusal(model, reason, place(next(iter(node.users), node)), GENERATOR_ADVICE)
-        if spec.kind not in KINDS or spec.target not in values:
-            reason = f"{spec.target!r} is a {spec.kind.name.lower()}, not a tensor"
+        if entry.kind not in KINDS or entry.target not in values:
+            reason = f"{entry.target!r} is a {entry.kind.name.lower()}, not a tensor"
             raise refusal(model, reason, "", "Turn it into a tensor or a Python number.")
-        value = values[spec.target]
+        value = values[entry.target]
         if id(value) in first_node:
             node.replace_all_uses_with(first_node[id(value)])
             continue
         aliases = tuple(names[id(value)])
         first_node[id(value)] = node
         entries[node] = Input(
-            KINDS[spec.kind], node.name, aliases[0], aliases, value.requires_grad,
-            persistent=spec.persistent is not False,
+            KINDS[entry.kind], node.name, aliases[0], aliases, value.requires_grad,
+            persistent=entry.persistent is not False,
         )  # fmt: skip
         tensors[aliases[0]] = value
     return entries
@@ -257,13 +257,13 @@ def _read_outputs(exported: Captured) -> list[Output]:
     """
     (output,) = (node for node in exported.graph.nodes if node.op == "output")
     results, values = [], []
-    for spec, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
-        mutation = spec.kind is OutputKind.BUFFER_MUTATION
+    for entry, value in zip(exported.graph_signature.output_specs, output.args[0], strict=True):
+        mutation = entry.kind is OutputKind.BUFFER_MUTATION
         kind: Literal["mutation", "user"] = "mutation" if mutation else "user"
-        if isinstance(spec.arg, ConstantArgument):
-            results.append(Output(kind, None, constant=spec.arg.value))
+        if isinstance(entry.arg, ConstantArgument):
+            results.append(Output(kind, None, constant=entry.arg.value))
         else:
-            results.append(Output(kind, "", target=spec.target or ""))
+            results.append(Output(kind, "", target=entry.target or ""))
             values.append(_cut(value) if mutation else value)
     output.args = (tuple(values),)
     return results

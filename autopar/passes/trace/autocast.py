@@ -160,11 +160,11 @@ def _take_apart(node: fx.Node, op: OpOverload, active: Autocast) -> None:
         return taken_apart(op)(*args, **kwargs)
 
     with torch.no_grad(), _switched(active):
-        parts = make_fx(run)(*(source.meta["val"] for source in sources))
-    inputs = parts.graph.find_nodes(op="placeholder")
+        traced = make_fx(run)(*(source.meta["val"] for source in sources))
+    inputs = traced.graph.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(inputs, sources, strict=True))
     with node.graph.inserting_before(node):
-        result = node.graph.graph_copy(parts.graph, copies)
+        result = node.graph.graph_copy(traced.graph, copies)
     for copy in set(copies.values()) - set(sources):
         copy.meta = {**node.meta, "val": copy.meta["val"]}
     node.replace_all_uses_with(result)  # type: ignore[arg-type]

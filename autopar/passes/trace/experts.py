@@ -39,7 +39,8 @@ def one_op_of_experts(model: nn.Module) -> Iterator[None]:
     if not configs:
         yield
         return
-    interface.ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_layer, names))
+    paths = {id(module): path for path, module in model.named_modules()}
+    interface.ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_layer, names, paths))
     before = [(config, getattr(config, _SETTING)) for config in configs.values()]
     for config, _ in before:
         setattr(config, _SETTING, _NAME)
@@ -59,10 +60,15 @@ def _is_decorated(module: nn.Module) -> bool:
 
 
 def _layer(
-    names: dict[int, str | None], module: Any, tokens: Tensor, index: Tensor, scores: Tensor
+    names: dict[int, str | None],
+    paths: dict[int, str],
+    module: Any,
+    tokens: Any = None,
+    index: Any = None,
+    scores: Any = None,
 ) -> Tensor:
     """Compute an experts module by the op; transformers calls it in place of its forward."""
-    _refuse_choices(module, tokens, index, scores)
+    _refuse_choices(module, paths.get(id(module), ""), tokens, index, scores)
     kind = "gate_up_proj" if module.has_gate else "up_proj"
     up_bias, down_bias = (
         getattr(module, f"{name}_bias") if module.has_bias else None for name in (kind, "down_proj")
@@ -76,14 +82,14 @@ def _layer(
     return result
 
 
-def _refuse_choices(module: Any, tokens: Any, index: Any, scores: Any) -> None:
+def _refuse_choices(module: Any, path: str, tokens: Any, index: Any, scores: Any) -> None:
     """Raise TraceError where a router did not give, for each token, the numbers of its experts and
-    a score for each of these.
+    a score for each of these. `path`: of the module.
     """
     count = module.down_proj.shape[0]
     expected = (
-        f"{type(module).__name__} of {count} experts takes from its router, for each token, the "
-        "whole numbers of its experts, and a score for each of these"
+        f"{type(module).__name__} {path or '(model)'} of {count} experts takes from its router, "
+        "for each token, the whole numbers of its experts, and a score for each of these"
     )
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
         raise TraceError(f"{expected}; its tokens (tokens, width) are {_said(tokens)}")

@@ -398,21 +398,21 @@ def _refuse_writes(model: nn.Module, exported: ExportedProgram) -> None:
     """Refuse operators that write into a parameter or an input, while their lines are still
     there.
     """
-    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    specs = {entry.arg.name: entry for entry in exported.graph_signature.input_specs}
     for node in exported.graph.nodes:
         if not getattr(getattr(node.target, "_schema", None), "is_mutable", False):
             continue
-        spec = specs.get(getattr(node.args[0], "name", ""))
-        if spec is not None and spec.kind in (InputKind.PARAMETER, InputKind.USER_INPUT):
-            raise _write_error(model, spec.target or spec.arg.name, place(node))
+        entry = specs.get(getattr(node.args[0], "name", ""))
+        if entry is not None and entry.kind in (InputKind.PARAMETER, InputKind.USER_INPUT):
+            raise _write_error(model, entry.target or entry.arg.name, place(node))
 
 
 def _refuse_mutations(model: nn.Module, exported: Captured) -> None:
     """Refuse such writes through a view, which show only once the program is functional."""
-    for spec in exported.graph_signature.output_specs:
-        if spec.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_OUTPUT):
-            node = next((n for n in exported.graph.nodes if n.name == spec.arg.name), None)
-            raise _write_error(model, spec.target or spec.arg.name, place(node))
+    for entry in exported.graph_signature.output_specs:
+        if entry.kind not in (OutputKind.BUFFER_MUTATION, OutputKind.USER_OUTPUT):
+            node = next((n for n in exported.graph.nodes if n.name == entry.arg.name), None)
+            raise _write_error(model, entry.target or entry.arg.name, place(node))
 
 
 def _refuse_lost(model: nn.Module, exported: ExportedProgram | Captured, fakes: StandIns) -> None:

@@ -52,7 +52,7 @@ def written_functionally(exported: ExportedProgram) -> fx.Graph | None:
     """Return the graph that `exported.run_decompositions({})` has; None for a graph with writes,
     regions, custom operators, or sizes that depend on the data.
     """
-    kinds = {spec.kind for spec in exported.graph_signature.output_specs}
+    kinds = {entry.kind for entry in exported.graph_signature.output_specs}
     if kinds != {OutputKind.USER_OUTPUT}:
         return None
     try:
@@ -152,17 +152,17 @@ def _decompose(calls: list[fx.Node]) -> list[_Decomposed]:
     program = torch.export.export(_Calls(calls), tuple(map(_like, values)), strict=False)
     program = program.run_decompositions({})
     signature = program.graph_signature
-    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
+    if any(entry.kind is not OutputKind.USER_OUTPUT for entry in signature.output_specs):
         raise _NotAlone
     placeholders = iter(program.graph.find_nodes(op="placeholder"))
     results = iter(program.graph.output_node().args[0])
-    found = []
+    decomposed = []
     for node in calls:
         operands = [next(placeholders) for _ in node.all_input_nodes]
         own = pytree.tree_map(lambda _: next(results), node.meta["val"])
         nodes = _between(program.graph, operands, pytree.tree_leaves(own))
-        found.append(_Decomposed(nodes, operands, own))
-    return found
+        decomposed.append(_Decomposed(nodes, operands, own))
+    return decomposed
 
 
 def _like(value: FakeTensor) -> torch.Tensor:
@@ -202,8 +202,8 @@ class _Writer:
         """Write what a call becomes; return its results."""
         operands = zip(known.operands, node.all_input_nodes, strict=True)
         own = {placeholder: values[source] for placeholder, source in operands}
-        for part in known.nodes:
-            own[part] = self._copy(part, own, {**node.meta, "val": part.meta["val"]})
+        for inner in known.nodes:
+            own[inner] = self._copy(inner, own, {**node.meta, "val": inner.meta["val"]})
         return fx.map_arg(known.results, own.__getitem__)
 
     def _copy(self, node: fx.Node, values: dict[fx.Node, Any], meta: dict[str, Any]) -> Any:

@@ -133,7 +133,7 @@ def _enter(
         snapshot.seen.add(id(value))
         for target in _containers(value):
             _record(snapshot, target)
-        pending.extend(_parts(value, path))
+        pending.extend(_contents(value, path))
 
 
 def _leaf(value: Any) -> Any:
@@ -184,7 +184,7 @@ def _containers(value: Any) -> Iterator[Any]:
         yield attributes
 
 
-def _parts(value: Any, path: str) -> Iterator[tuple[Any, str]]:
+def _contents(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     """Yield the values that this one contains, each with its path."""
     if isinstance(value, dict):
         yield from ((inner, f"{path}[{key!r}]") for key, inner in value.items())

@@ -109,8 +109,8 @@ class Record(TorchFunctionMode):
 
     def _described(self, values: Any) -> Any:
         """Return what two calls' operands are compared by."""
-        leaves, spec = pytree.tree_flatten(values)
-        return spec, *(self._leaf(leaf) for leaf in leaves)
+        leaves, structure = pytree.tree_flatten(values)
+        return structure, *(self._leaf(leaf) for leaf in leaves)
 
     def _leaf(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -118,7 +118,7 @@ class Record(TorchFunctionMode):
                 self.doubtful = True
             return "tensor", self._numbers.get(id(leaf))
         if isinstance(leaf, slice):
-            return "slice", *(self._leaf(part) for part in (leaf.start, leaf.stop, leaf.step))
+            return "slice", *(self._leaf(x) for x in (leaf.start, leaf.stop, leaf.step))
         if not isinstance(leaf, _PLAIN):
             self.doubtful = True
         return type(leaf).__name__, repr(leaf) if isinstance(leaf, _PLAIN) else None
@@ -166,7 +166,7 @@ class _Trace:
 
 
 # The last traces of each model, the newest last: a step in micro-batches has two, that of the whole
-# batch and that of one part, and a search for their number has those of several.
+# batch and that of one micro-batch, and a search for their number has those of several.
 _TRACES: weakref.WeakKeyDictionary[nn.Module, list[_Trace]] = weakref.WeakKeyDictionary()
 _MOST_TRACES = 4
 

@@ -245,7 +245,7 @@ def _described(leaf: Any) -> Any:
     if isinstance(leaf, _VALUES):
         return (type(leaf).__name__, repr(leaf))
     if isinstance(leaf, slice):
-        return ("slice", *(_described(part) for part in (leaf.start, leaf.stop, leaf.step)))
+        return ("slice", *(_described(x) for x in (leaf.start, leaf.stop, leaf.step)))
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.ndarray | numpy.generic):
         return ("array", leaf.shape, hash(leaf.tobytes()))

@@ -97,10 +97,10 @@ def bind(
     Raises InputError if the inputs are not structured as those that were traced, or if one that is
     no tensor has another value.
     """
-    leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
-    if spec != program.signature.in_tree:
+    leaves, structure = pytree.tree_flatten((tuple(args), dict(kwargs or {})))
+    if structure != program.signature.in_tree:
         raise InputError(
-            f"the inputs have another structure than the traced ones:\n  {spec}\n"
+            f"the inputs have another structure than the traced ones:\n  {structure}\n"
             f"where {program.signature.in_tree} was traced"
         )
     for position, value in program.signature.fixed:

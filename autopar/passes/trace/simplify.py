@@ -217,11 +217,11 @@ def _cat(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """Drop the empty tensors of a concatenation, such as a rotary embedding of every feature has
     for the features that it does not rotate.
     """
-    parts, *dim = _args(node)
-    nonempty = [part for part in parts if part.meta["val"].numel()] or list(parts)[:1]
+    tensors, *dim = _args(node)
+    nonempty = [x for x in tensors if x.meta["val"].numel()] or list(tensors)[:1]
     if len(nonempty) == 1 and _alike(nonempty[0].meta["val"], node.meta["val"]):
         return nonempty[0]
-    if len(nonempty) < len(parts) and nonempty[0].meta["val"].dim() == node.meta["val"].dim():
+    if len(nonempty) < len(tensors) and nonempty[0].meta["val"].dim() == node.meta["val"].dim():
         node.args = (nonempty, *dim)
     return node
 

@@ -205,13 +205,13 @@ class _Builder:
         self.makers[value] = (variable, states)
 
     def _options(self, node: fx.Node) -> Any:
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         gradient = carries_gradient(self.notes, node)
         key = (node_look(self.notes, node), gradient)
         options = self.known.find(key)
         if options is None:
-            choices = free_choices(spec, factors, gradient)
-            items = [self._option(spec, factors, choice) for choice in choices]
+            choices = free_choices(rule, factors, gradient)
+            items = [self._option(rule, factors, choice) for choice in choices]
             options = self.known.add(key, items, [0.0] * len(items))
         return options
 

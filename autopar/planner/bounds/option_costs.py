@@ -68,8 +68,8 @@ def over_axes(per_axis: NDArray[Any]) -> Any:
     return sum(along(per_axis[:, a], a, count) for a in range(count))
 
 
-def parts(meshes: Meshes, split: Sequence[bool]) -> NDArray[np.int64]:
-    """Return the number of parts into which the axes cut what these options split: [mesh, option,
+def shard_counts(meshes: Meshes, split: Sequence[bool]) -> NDArray[np.int64]:
+    """Return the number of shards into which the axes cut what these options split: [mesh, option,
     …].
     """
     counts: Any = np.ones((meshes.mesh_count,) + (1,) * meshes.axis_count, dtype=np.int64)
@@ -85,7 +85,9 @@ def local(
     """Return the number of elements that a rank holds of a tensor of this shape: [mesh,
     option, …].
     """
-    return math.prod(shape) / parts(meshes, [s is not None and s >= FIRST_SLOT for s in states])
+    return math.prod(shape) / shard_counts(
+        meshes, [s is not None and s >= FIRST_SLOT for s in states]
+    )
 
 
 class OptionCosts:
@@ -256,18 +258,18 @@ class OptionCosts:
         marks = None if role is None else self._marks(name)
         key = (variable.look, position, size, role, marks, eased)
         if key not in self._axis_known:
-            spec, factors = self.notes.specs[name], self.notes.factors[name]
+            rule, factors = self.notes.specs[name], self.notes.factors[name]
             choices = [item[position].choice for item in variable.options]
-            fitting: list[AxisChoice] = [
+            possible: list[AxisChoice] = [
                 c
                 for c in dict.fromkeys(choices)
                 if not isinstance(c, Slot) or factors[c.factor][c.position].size % size == 0
             ]
-            narrowed: list[AxisChoice] = fitting
+            narrowed: list[AxisChoice] = possible
             if role is not None:
-                narrowed = constraint.narrow_axis(role, spec, factors, fitting) or fitting
+                narrowed = constraint.narrow_axis(role, rule, factors, possible) or possible
                 if eased:
-                    narrowed = [*narrowed, *(c for c in fitting if not isinstance(c, Slot))]
+                    narrowed = [*narrowed, *(c for c in possible if not isinstance(c, Slot))]
             self._axis_known[key] = np.array([c in narrowed for c in choices])
         return self._axis_known[key]
 
@@ -285,17 +287,19 @@ class OptionCosts:
         return legal
 
     def _legal_classes(self, node: fx.Node, unique: list[Slot | None]) -> Bools:
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         shape = (self.meshes.mesh_count,) + (len(unique),) * self.meshes.axis_count
         legal = np.ones(shape, dtype=bool)
         for slot in unique:
             if slot is not None:
                 atom = factors[slot.factor][slot.position]
-                legal &= atom.size % parts(self.meshes, [slot == other for other in unique]) == 0
-        if spec.product and None in unique:
-            legal &= ~(self._wasteful(spec, factors, unique) & self._free(node))
-        if has_weight(spec):
-            legal = self._only_apart(node, spec, unique, legal)
+                legal &= (
+                    atom.size % shard_counts(self.meshes, [slot == other for other in unique]) == 0
+                )
+        if rule.product and None in unique:
+            legal &= ~(self._wasteful(rule, factors, unique) & self._free(node))
+        if has_weight(rule):
+            legal = self._only_apart(node, rule, unique, legal)
         return legal
 
     def _free(self, node: fx.Node) -> Bools:
@@ -310,7 +314,7 @@ class OptionCosts:
             for position, atom in enumerate(factors[factor]):
                 if atom.opaque:
                     continue
-                taken = parts(self.meshes, [slot == (factor, position) for slot in unique])
+                taken = shard_counts(self.meshes, [slot == (factor, position) for slot in unique])
                 for a in range(self.meshes.axis_count):
                     size = along(self.meshes.sizes[:, a, None], a, self.meshes.axis_count)
                     fits = atom.size % (taken * size) == 0
@@ -357,7 +361,9 @@ class OptionCosts:
         count, meshes = self.meshes.axis_count, self.meshes.mesh_count
         legal = np.ones((meshes,) + (len(states),) * count, dtype=bool)
         for number, (_, _, size) in enumerate(kind.slots):
-            legal &= size % parts(self.meshes, [s == number + FIRST_SLOT for s in states]) == 0
+            legal &= (
+                size % shard_counts(self.meshes, [s == number + FIRST_SLOT for s in states]) == 0
+            )
         total: Any = 0.0
         numbers = local(self.meshes, kind.shape, states)
         if variable.trained:
@@ -434,25 +440,27 @@ class NodeCosts:
         """Return the node's seconds by joint option, [mesh, option of axis 0, …], each axis having
         these options.
         """
-        spec = self.notes.specs[node.name]
+        rule = self.notes.specs[node.name]
         gradient = carries_gradient(self.notes, node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
         dtype = results[0].dtype
         elements: Any = 0.0
         for index, operand in enumerate(operands_of(node)):
-            if operand is not None and spec.operands[index] is not None:
+            if operand is not None and rule.operands[index] is not None:
                 states = [f.operands[index] for f in options]
                 elements = elements + local(self.meshes, shape_of(value_of(operand)), states)
         for index, value in enumerate(results):
             states = [f.results[index] for f in options]
             elements = elements + local(self.meshes, shape_of(value), states)
-        flops = spec.flops / parts(self.meshes, [isinstance(f.choice, Slot) for f in options])
+        flops = rule.flops / shard_counts(
+            self.meshes, [isinstance(f.choice, Slot) for f in options]
+        )
         inside: Any = 0.0
-        if spec.inside:
-            flops = flops * np.where(self._parts_of(spec.uneven, options) > 1, spec.skew, 1.0)
-            inside = sum(self._elements(dims, spec, options) for dims in spec.inside)
+        if rule.inside:
+            flops = flops * np.where(self._rank_counts(rule.uneven, options) > 1, rule.skew, 1.0)
+            inside = sum(self._elements(dims, rule, options) for dims in rule.inside)
         total = rule_seconds(
-            spec,
+            rule,
             flops,
             elements * dtype.itemsize,
             dtype,
@@ -468,9 +476,9 @@ class NodeCosts:
             )
         return total
 
-    def _parts_of(self, factors: Collection[str], options: list[AxisOption]) -> Any:
+    def _rank_counts(self, factors: Collection[str], options: list[AxisOption]) -> Any:
         """Return among how many ranks the axes split these factors, by joint option."""
-        return parts(
+        return shard_counts(
             self.meshes,
             [isinstance(f.choice, Slot) and f.choice.factor in factors for f in options],
         )
@@ -478,17 +486,17 @@ class NodeCosts:
     def _elements(self, dims: Dims, rule: OpShardingRule, options: list[AxisOption]) -> Any:
         """Return the elements on one rank of a tensor that a node makes on the way."""
         names = {name for dim in dims for name in dim}
-        return math.prod(rule.sizes[name] for name in names) / self._parts_of(names, options)
+        return math.prod(rule.sizes[name] for name in names) / self._rank_counts(names, options)
 
     def _saved_bytes(self, node: fx.Node, options: list[AxisOption], price: Price) -> Any:
         """Return the bytes that a rank saves of the node for the backward."""
         share, operands = price.memory.of(node), operands_of(node)
-        spec = self.notes.specs[node.name]
+        rule = self.notes.specs[node.name]
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        total: Any = share.inside / self._parts_of(spec.sizes.keys() - spec.uneven, options)
+        total: Any = share.inside / self._rank_counts(rule.sizes.keys() - rule.uneven, options)
         for index, bytes_per_element in share.operands:
             operand = operands[index]
-            if operand is not None and spec.operands[index] is not None:
+            if operand is not None and rule.operands[index] is not None:
                 states = [f.operands[index] for f in options]
                 total = total + bytes_per_element * local(
                     self.meshes, shape_of(value_of(operand)), states
@@ -507,10 +515,10 @@ class NodeCosts:
         slots = self.notes.dims[producer(source)]
         numbers = [dim for dim, atoms in enumerate(slots) for a in atoms if not a.opaque]
         states = [f.operands[0] for f in options]
-        held = [
+        split_dims = [
             numbers[s - FIRST_SLOT] if s is not None and s >= FIRST_SLOT else -1 for s in states
         ]
-        dims, count = sorted(set(held)), self.meshes.axis_count
+        dims, count = sorted(set(split_dims)), self.meshes.axis_count
         table = np.zeros((self.meshes.mesh_count,) + (len(dims),) * count)
         for places in itertools.product(range(len(dims)), repeat=count):
             stub = _stub_layout(
@@ -529,7 +537,7 @@ class NodeCosts:
                         np.broadcast_to(sent_bytes, self.meshes.mesh_count),
                         True,
                     )
-        dim_index = np.array([dims.index(h) for h in held])
+        dim_index = np.array([dims.index(d) for d in split_dims])
         for a in range(count):
             table = np.take(table, dim_index, axis=1 + a)
         return table

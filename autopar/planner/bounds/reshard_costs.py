@@ -312,7 +312,7 @@ class ReshardBounds:
         self._known: dict[tuple[str, Places], Floats] = {}
         slices = list(self._letters_and_slots("{}->S", sources, targets))
         gathers = list(self._letters_and_slots("S->{}", targets, sources))
-        dims = [changes for changes in self._between_dims() if changes]
+        dims = [of_axis for of_axis in self._between_dims() if of_axis]
         self._forwards: list[_Step] = [
             *(_FromLetters(*each) for each in slices),
             _AmongLetters(tuple(self._among_letters(turned=False))),
@@ -321,7 +321,7 @@ class ReshardBounds:
         ]
         self._backwards: list[_Step] = [
             *(_FromLetters(*each) for each in gathers),
-            *(_Together.of([change.turned() for change in changes]) for changes in reversed(dims)),
+            *(_Together.of([change.turned() for change in of_axis]) for of_axis in reversed(dims)),
             _AmongLetters(tuple(self._among_letters(turned=True))),
             *(_ToLetters(*each) for each in slices),
         ]
@@ -426,17 +426,17 @@ class ReshardBounds:
         sources, targets = (self._shards(states) for states in (self.sources, self.targets))
         for axis in self._axes:
             later = tuple(self._axes)[axis + 1 :]
-            changes = []
+            of_axis = []
             for dim in sorted({self._dim(place) for place in targets}):
                 there = tuple(place for place in targets if self._dim(place) == dim)
                 elsewhere = tuple(place for place in sources if self._dim(place) != dim)
                 if elsewhere:
                     joint = self._joint("S->S", (axis,), later)
-                    changes.append(_Change(axis, elsewhere, there, joint))
+                    of_axis.append(_Change(axis, elsewhere, there, joint))
             if sources and targets and not (sources == targets and len(sources) == 1):
                 joint = self._joint("S->R->S", (axis,), later)
-                changes.append(_Change(axis, sources, targets, joint))
-            yield changes
+                of_axis.append(_Change(axis, sources, targets, joint))
+            yield of_axis
 
     # -- which states ------------------------------------------------------------------------------
     @property
@@ -548,10 +548,10 @@ class ReshardBounds:
             (self.meshes.mesh_count,) + (1,) * len(others), float(math.prod(self.kind.shape))
         )
         for place, axis in enumerate(others):
-            parts = np.stack([np.ones(self.meshes.mesh_count), self.meshes.sizes[:, axis]], axis=1)
+            shards = np.stack([np.ones(self.meshes.mesh_count), self.meshes.sizes[:, axis]], axis=1)
             shape = [self.meshes.mesh_count] + [1] * len(others)
             shape[1 + place] = 2
-            elements = elements / parts.reshape(shape)
+            elements = elements / shards.reshape(shape)
         return elements
 
 

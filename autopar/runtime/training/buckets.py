@@ -99,7 +99,7 @@ def _padded(sample: Any, pad: Any, row: int, size: int) -> Any:
                 f"pad has {len(pad)} entries, row {row} has {len(sample)}: one for each, None for "
                 "what is not padded"
             )
-        return tuple(_padded(part, fill, row, size) for part, fill in zip(sample, pad, strict=True))
+        return tuple(_padded(x, fill, row, size) for x, fill in zip(sample, pad, strict=True))
     if not isinstance(pad, int | float):
         raise InputError(
             f"pad is {pad!r} for a {type(sample).__name__} in row {row}: it has a number in the "

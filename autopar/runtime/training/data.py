@@ -32,7 +32,7 @@ from autopar.world import ranks
 
 
 class RowShare:
-    """Which rows of a batch a rank reads: block `index` of `parts` equal ones."""
+    """Which rows of a batch a rank reads: block `index` of `blocks` equal ones."""
 
     def __init__(self, graph: StepGraph) -> None:
         self.device_mesh: DeviceMesh | None = graph.device_mesh
@@ -47,7 +47,7 @@ class RowShare:
             )
         self.batch = layouts[0].shape[0]
         self.axes = _common([_row_axes(x) for x in layouts if x.shape[0] == self.batch])
-        self.parts = math.prod(axis.size for axis in self.axes)
+        self.blocks = math.prod(axis.size for axis in self.axes)
         self.index = 0
         for axis in self.axes:
             self.index = self.index * axis.size + graph.coordinate[axis.name]
@@ -56,9 +56,9 @@ class RowShare:
         """Return the rows that this rank reads of a batch of `count`: all where they cannot be
         divided.
         """
-        if count % self.parts:
+        if count % self.blocks:
             return slice(0, count)
-        own = count // self.parts
+        own = count // self.blocks
         return slice(self.index * own, (self.index + 1) * own)
 
     def placed(self, batch: Any, count: int) -> Any:
@@ -81,7 +81,7 @@ class RowShare:
 
     def _layout(self, shape: tuple[int, ...]) -> Layout:
         states, stride = {axis.name: R for axis in self.mesh.axes}, shape[0]
-        if stride % self.parts == 0:
+        if stride % self.blocks == 0:
             for axis in self.axes:
                 stride //= axis.size
                 states[axis.name] = S(0, stride)

@@ -315,13 +315,13 @@ class _Contents:
         self._arrange()
 
     @staticmethod
-    def of_all(parts: Iterable[_Contents]) -> _Contents:
+    def of_all(contents: Iterable[_Contents]) -> _Contents:
         """Return the containers of all these as one."""
         joined = _Contents([])
-        for part in parts:
-            joined._dicts += part._dicts
-            joined._sets += part._sets
-            joined._lists += part._lists
+        for each in contents:
+            joined._dicts += each._dicts
+            joined._sets += each._sets
+            joined._lists += each._lists
         joined._arrange()
         return joined
 

@@ -82,7 +82,7 @@ def with_tensors(model: nn.Module, call: Call, numbers: list[Number]) -> Iterato
     """Put tensors in the place of numbers, in the model for the time of the context; yield the call
     with those in it.
     """
-    leaves, spec = pytree.tree_flatten(tuple(call))
+    leaves, structure = pytree.tree_flatten(tuple(call))
     modules = dict(model.named_modules(remove_duplicate=False))
     before = []
     for number in numbers:
@@ -93,7 +93,7 @@ def with_tensors(model: nn.Module, call: Call, numbers: list[Number]) -> Iterato
             before.append((attributes, name, attributes[name]))
             attributes[name] = torch.zeros((), dtype=DTYPES[number.kind])
     try:
-        yield Call(*pytree.tree_unflatten(leaves, spec))
+        yield Call(*pytree.tree_unflatten(leaves, structure))
     finally:
         for attributes, name, value in before:
             attributes[name] = value

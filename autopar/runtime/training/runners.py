@@ -23,7 +23,7 @@ from autopar.passes.stages import cut
 from autopar.planner.plan_context import PlanContext
 from autopar.runtime.apply import build_runner, open_groups
 from autopar.runtime.backends import Backend, Overlap, runner
-from autopar.runtime.training.parts_run import PartsRun, batch_program
+from autopar.runtime.training.microbatches_run import MicrobatchesRun, batch_program
 from autopar.runtime.training.stages_run import StagesRun, own_program
 from autopar.world import ranks
 
@@ -46,10 +46,10 @@ def rank_runner(
     if context.plan.stage_starts:
         return _stages_runner(context, program, device, backend, overlap)
     device_mesh, run = build_runner(context, device.type, backend, overlap)
-    if context.parts is None:
+    if context.microbatches is None:
         return Runner(program, run, device_mesh)
-    parts_run = PartsRun(run, program, context.parts, device_mesh)
-    return Runner(batch_program(program, context.parts), parts_run, device_mesh)
+    step = MicrobatchesRun(run, program, context.microbatches, device_mesh)
+    return Runner(batch_program(program, context.microbatches), step, device_mesh)
 
 
 def _stages_runner(
@@ -63,7 +63,7 @@ def _stages_runner(
     as one micro-batch, which goes through the stages from the first to the last.
     """
     plan = context.plan
-    pipeline, parts = plan.pipeline, context.parts or without_microbatches(program)
+    pipeline, microbatches = plan.pipeline, context.microbatches or without_microbatches(program)
     device_mesh = open_groups(context, device.type)
     links = ranks.together(
         "opening process groups", partial(Links, plan.mesh, pipeline.ranks, ranks.rank())
@@ -75,9 +75,11 @@ def _stages_runner(
     )
     stages = cut(cut_program, plan.stage_starts)
     own = [stages[number] for number in pipeline.stages_of(links.copy)]
-    schedule = actions(plan.schedule, pipeline, parts.count)
+    schedule = actions(plan.schedule, pipeline, microbatches.count)
     splits = runs_in_halves(schedule)
     runs = {s.number: runner(s.program, world, backend, overlap, splits) for s in own}
-    own_part = own_program(program, own)
-    run = StagesRun(own_part, parts, device_mesh, stages, runs, schedule, pipeline, links, device)
-    return Runner(batch_program(own_part, parts), run, device_mesh)
+    rank_program = own_program(program, own)
+    run = StagesRun(
+        rank_program, microbatches, device_mesh, stages, runs, schedule, pipeline, links, device
+    )
+    return Runner(batch_program(rank_program, microbatches), run, device_mesh)

@@ -5,10 +5,11 @@
     zero bubble:     F0 I0 F1 I1 W0 … sends it after I0; the gradients of its weights follow in W0
 
 A rank holds the parameters of its own stages alone. What comes before and after the schedule is
-that of any step in micro-batches (parts_run.py): the rows of each part, the totals over the batch,
-gradients that are handed out by `loss.backward()`. At the end of a step the gradients of parameters
-that two stages hold, such as tied embeddings, are summed over these, and every rank gets the loss.
-Results with rows stay on the ranks that compute them; the others return None in their place.
+that of any step in micro-batches (microbatches_run.py): the rows of each micro-batch, the totals
+over the batch, gradients that are handed out by `loss.backward()`. At the end of a step the
+gradients of parameters that two stages hold, such as tied embeddings, are summed over these, and
+every rank gets the loss. Results with rows stay on the ranks that compute them; the others return
+None in their place.
 
 passes/stages.py cuts the graph, ir/pipeline_schedule.py orders the actions. api.py puts a StagesRun
 in the place of what runs a graph.
@@ -30,12 +31,12 @@ from autopar.errors import InputError, PlanError
 from autopar.ir.pipeline_schedule import Action, Pipeline, runs_in_halves
 from autopar.ir.program import Program
 from autopar.ops.links import Links, Pending
-from autopar.passes.microbatches import Parts
+from autopar.passes.microbatches import Microbatches
 from autopar.passes.stages import Stage, carries
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.deferred_backward import Rest
 from autopar.runtime.reusing_forward import StepWeights
-from autopar.runtime.training.parts_run import PartsRun, Sums, add_gradients
+from autopar.runtime.training.microbatches_run import MicrobatchesRun, Sums, add_gradients
 from autopar.world import ranks
 
 Run = Callable[..., Any]
@@ -52,8 +53,8 @@ def own_program(program: Program, stages: Sequence[Stage]) -> Program:
     return dataclasses.replace(program, signature=signature)
 
 
-class StagesRun(PartsRun):
-    """Runs the stages of one rank. `program`: of one part, with all inputs of the rank
+class StagesRun(MicrobatchesRun):
+    """Runs the stages of one rank. `program`: of one micro-batch, with all inputs of the rank
     (`own_program`). `runs`: what runs each of its stages, by number. `schedule`: the actions of
     every rank of the pipeline.
     """
@@ -61,7 +62,7 @@ class StagesRun(PartsRun):
     def __init__(
         self,
         program: Program,
-        parts: Parts,
+        microbatches: Microbatches,
         device_mesh: DeviceMesh | None,
         stages: Sequence[Stage],
         runs: Mapping[int, Run],
@@ -71,7 +72,7 @@ class StagesRun(PartsRun):
         device: torch.device,
     ) -> None:
         first = next(iter(runs.values()))
-        super().__init__(first, program, parts, device_mesh)
+        super().__init__(first, program, microbatches, device_mesh)
         self.stages, self.runs, self.pipeline, self.links = stages, runs, pipeline, links
         me = links.copy
         self._own_actions, self._splits = schedule[me], runs_in_halves(schedule)
@@ -82,7 +83,7 @@ class StagesRun(PartsRun):
             number: [_example(stages[number], name, device) for name in stages[number].receives]
             for number in range(len(stages))
         }
-        self.backwards: Counter[Action] = Counter()  # that ran, whole or in two parts
+        self.backwards: Counter[Action] = Counter()  # that ran, whole or in two halves
         self._prepared = False
         self._order_of_sends = {
             rank: [key for action in own for key in self._sends_of(action)]
@@ -93,7 +94,7 @@ class StagesRun(PartsRun):
         }
         # what every rank gets; a call of another kind than the planned step hands out all it has
         states = enumerate(self._results())
-        self._everywhere = [i for i, (_, s) in states if s != "rows" or parts.count == 1]
+        self._everywhere = [i for i, (_, s) in states if s != "rows" or microbatches.count == 1]
         self._shapes = _shapes_of_results(program, device)
         self.loss_place = self._place_of_loss(program)
 
@@ -125,10 +126,10 @@ class StagesRun(PartsRun):
             )
         leaves = {i: own[i].detach().requires_grad_() for i in places}
         named = [leaves.get(i, x) for i, x in enumerate(own)]
-        parts = list(self._each(named, seeds))
-        self._prepare(parts[0])
+        values = list(self._each(named, seeds))
+        self._prepare(values[0])
         trained = {e.node: leaves[i] for i, e in enumerate(self._own) if i in leaves}
-        step = _Step(self, parts, trained)
+        step = _Step(self, values, trained)
         with self._gathering(self.runs.values()):
             step.run(self._own_actions)
         self._sum_over_stages(step.gradients, trained)
@@ -138,7 +139,8 @@ class StagesRun(PartsRun):
 
     def _place_of_loss(self, program: Program) -> int:
         """Return the place of the loss among the results, the same on all ranks: the first scalar
-        that is a sum over parts and carries a gradient; the first sum where nothing carries one.
+        that is a sum over micro-batches and carries a gradient; the first sum where nothing carries
+        one.
         """
         notes = program.annotations
         assert notes is not None
@@ -150,13 +152,14 @@ class StagesRun(PartsRun):
         ]
         return next((i for i, carries in scalars if carries), scalars[0][0] if scalars else -1)
 
-    def _combined(self, per_part: Sequence[Sequence[Any]]) -> list[Any]:
+    def _combined(self, per_microbatch: Sequence[Sequence[Any]]) -> list[Any]:
         """Return the results that this rank has of the step, None for those of others."""
         own = {
             i for i, stage in self._home.items() if self.pipeline.rank_of(stage) == self.links.copy
         }
         filled = [
-            [part[i] if i in own else _MISSING for i in range(len(part))] for part in per_part
+            [x if i in own else _MISSING for i, x in enumerate(results)]
+            for results in per_microbatch
         ]
         results = super()._combined(filled)
         return [x if i in own else None for i, x in enumerate(results)]
@@ -179,11 +182,11 @@ class StagesRun(PartsRun):
         return results
 
     def _shape_of_step(self, place: int) -> Tensor:
-        """Return an example of a result of all parts."""
-        part, state = self._shapes[place], self._parts.results[place]
+        """Return an example of a result of all micro-batches."""
+        own, state = self._shapes[place], self._microbatches.results[place]
         if state != "rows":
-            return part
-        return part[(0,) * part.dim()].expand(part.shape[0] * self.count, *part.shape[1:])
+            return own
+        return own[(0,) * own.dim()].expand(own.shape[0] * self.count, *own.shape[1:])
 
     def _sum_over_stages(self, gradients: dict[str, Tensor], trained: Mapping[str, Tensor]) -> None:
         """Sum the gradients of parameters that several ranks hold: the first one adds them up in
@@ -289,13 +292,13 @@ class StagesRun(PartsRun):
 
     def _sent_to(self, rank: int) -> list[_Key]:
         """Return what this rank sends to another one in a step, in order."""
-        found = []
+        keys = []
         for key in self._order_of_sends[self.links.copy]:
             after = key[0].after(self.pipeline.stages)
             assert after is not None
             if self.pipeline.rank_of(after.stage) == rank:
-                found.append(key)
-        return found
+                keys.append(key)
+        return keys
 
     def release_after(self, action: Action) -> None:
         """Let go of what another rank must have received, as it sent what this action made."""
@@ -314,18 +317,18 @@ class StagesRun(PartsRun):
     def sends_between(self, source: int) -> list[_Key]:
         """Return what a rank sends to this one in a step, in its order."""
         stages = self.pipeline.stages
-        found = []
+        keys = []
         for key in self._order_of_sends[source]:
             after = key[0].after(stages)
             assert after is not None
             if self.pipeline.rank_of(after.stage) == self.links.copy:
-                found.append(key)
-        return found
+                keys.append(key)
+        return keys
 
 
 class _Later(NamedTuple):
-    """What is left of a backward whose first part ran: the parameters, their gradients where these
-    came with the first part, and else the second part.
+    """What is left of a backward whose first half ran: the parameters, their gradients where these
+    came with the first half, and else the second half.
     """
 
     leaves: dict[str, Tensor]
@@ -340,15 +343,15 @@ class _Step:
     """One step on one rank: what its actions have made so far."""
 
     def __init__(
-        self, owner: StagesRun, parts: Sequence[Sequence[Any]], trained: Mapping[str, Tensor]
+        self, owner: StagesRun, values: Sequence[Sequence[Any]], trained: Mapping[str, Tensor]
     ) -> None:
         self._owner = owner
         self._named = [
-            {e.node: x for e, x in zip(owner._entries, values, strict=True)} for values in parts
+            {e.node: x for e, x in zip(owner._entries, own, strict=True)} for own in values
         ]
         self._trained = trained
         self.gradients: dict[str, Tensor] = {}
-        self.results: list[list[Any]] = [[None] * len(owner._shapes) for _ in parts]
+        self.results: list[list[Any]] = [[None] * len(owner._shapes) for _ in values]
         self._loss = owner.loss_place
         self._at: dict[_Key, Tensor] = {}  # tensors between stages of this rank
         self._posted: dict[_Key, Pending] = {}
@@ -364,9 +367,9 @@ class _Step:
             }
         # of the actions whose backward is to come: what was received, and what has a gradient
         self._in_flight: dict[tuple[int, int], tuple[dict[str, Tensor], dict[str, Tensor]]] = {}
-        self._later: dict[tuple[int, int], _Later] = {}  # second parts of backwards
+        self._later: dict[tuple[int, int], _Later] = {}  # second halves of backwards
         self._next: Action | None = None
-        self._left: dict[int, int] = defaultdict(lambda: len(parts))  # backwards of a stage
+        self._left: dict[int, int] = defaultdict(lambda: len(values))  # backwards of a stage
         self._sums = {number: Sums() for number in owner.runs}
         for number, run in owner.runs.items():
             if isinstance(run, Scheduled):
@@ -389,26 +392,26 @@ class _Step:
         received = self._received(action, stage.receives)
         self._expect()
         for name, x in received.items():
-            example = owner.border_of((Action("F", action.stage - 1, action.part), name))
+            example = owner.border_of((Action("F", action.stage - 1, action.microbatch), name))
             received[name] = x.requires_grad_(example.requires_grad and bool(self._trained))
-        values = owner.arguments(action.stage, self._named[action.part], received)
+        values = owner.arguments(action.stage, self._named[action.microbatch], received)
         with torch.set_grad_enabled(bool(self._trained)):
             outputs = list(owner.runs[action.stage](*values))
         sent = dict(zip(stage.sends, outputs, strict=False))
         self._hand_over(action, sent)
         own = dict(zip(stage.results, outputs[len(sent) :], strict=True))
         for place, x in own.items():
-            self.results[action.part][place] = x.detach() if isinstance(x, Tensor) else x
+            self.results[action.microbatch][place] = x.detach() if isinstance(x, Tensor) else x
         if self._trained:
             rooted = {name: x for name, x in sent.items() if x.requires_grad}
             if self._loss in own:
                 rooted[""] = own[self._loss]
-            self._in_flight[action.stage, action.part] = received, rooted
+            self._in_flight[action.stage, action.microbatch] = received, rooted
 
     def backward(self, action: Action) -> None:
-        """Run a backward, or its first part, and hand the gradients of what was received over."""
+        """Run a backward, or its first half, and hand the gradients of what was received over."""
         owner, stage = self._owner, self._owner.stages[action.stage]
-        received, rooted = self._in_flight.pop((action.stage, action.part))
+        received, rooted = self._in_flight.pop((action.stage, action.microbatch))
         owner.backwards[action] += 1
         incoming = self._received(action, [name for name in stage.sends if name in rooted])
         self._expect()
@@ -419,34 +422,34 @@ class _Step:
         borders = {name: x for name, x in received.items() if x.requires_grad}
         leaves = {name: self._trained[name] for name in stage.parameters if name in self._trained}
         starts = [incoming[name] if name else None for name in rooted]
-        found = torch.autograd.grad(
+        new = torch.autograd.grad(
             list(rooted.values()), [*borders.values(), *leaves.values()], starts, allow_unused=True
         )
         back = {
             name: torch.zeros_like(x) if gradient is None else gradient
-            for (name, x), gradient in zip(borders.items(), found, strict=False)
+            for (name, x), gradient in zip(borders.items(), new, strict=False)
         }
         rest = run.take_rest() if isinstance(run, Scheduled) else None
         # what stays here is added to in place, while what is sent may not have left
-        kept = [*found[len(borders) :], *(rest.carried if rest is not None else ())]
-        own = {x.untyped_storage().data_ptr() for x in kept if x is not None} | sums.storages
+        staying = [*new[len(borders) :], *(rest.carried if rest is not None else ())]
+        own = {x.untyped_storage().data_ptr() for x in staying if x is not None} | sums.storages
         back = {
             name: x.clone() if x.untyped_storage().data_ptr() in own else x
             for name, x in back.items()
         }
         self._hand_over(action, back)
-        self._later[action.stage, action.part] = _Later(leaves, found[len(borders) :], rest)
+        self._later[action.stage, action.microbatch] = _Later(leaves, new[len(borders) :], rest)
         if action.kind == "B":
             self._finish_backward(action)
 
     def weights(self, action: Action) -> None:
-        """Run the second part of a backward: add up the gradients of the weights."""
+        """Run the second half of a backward: add up the gradients of the weights."""
         self._owner.backwards[action] += 1
         self._expect()
         self._finish_backward(action)
 
     def _finish_backward(self, action: Action) -> None:
-        later = self._later.pop((action.stage, action.part))
+        later = self._later.pop((action.stage, action.microbatch))
         gradients = later.gradients
         if self._owner._splits:
             sums = self._sums[action.stage]
@@ -505,10 +508,10 @@ class _Step:
             return {name: self._at.pop((before, name)) for name in names}
         outputs = owner.outputs_of(before)
         self._post(copy, [(before, name) for name in outputs])
-        found = {name: self._posted.pop((before, name)).wait() for name in outputs}
-        if found and self._trained:  # without a backward, the other ranks' schedules are shorter
+        tensors = {name: self._posted.pop((before, name)).wait() for name in outputs}
+        if tensors and self._trained:  # without a backward, the other ranks' schedules are shorter
             owner.release_after(before)
-        return {name: found[name] for name in names}
+        return {name: tensors[name] for name in names}
 
     def _post(self, copy: int, keys: Sequence[_Key]) -> None:
         """Post receives up to these, in the sender's order."""
@@ -522,23 +525,23 @@ class _Step:
 
 def _holders(stages: Sequence[Stage]) -> dict[str, list[int]]:
     """Return the stages that read each parameter, of those that several read."""
-    found: dict[str, list[int]] = defaultdict(list)
+    holders: dict[str, list[int]] = defaultdict(list)
     for stage in stages:
         for name in stage.parameters:
-            found[name].append(stage.number)
-    return {name: numbers for name, numbers in found.items() if len(numbers) > 1}
+            holders[name].append(stage.number)
+    return {name: numbers for name, numbers in holders.items() if len(numbers) > 1}
 
 
 def _first_holders(stages: Sequence[Stage], pipeline: Pipeline) -> dict[str, int]:
     """Return by each name of a parameter the first rank of the pipeline that holds it."""
-    found: dict[str, int] = {}
+    first_holders: dict[str, int] = {}
     for stage in stages:
         for entry in stage.program.signature.inputs:
             if entry.kind == "parameter":
                 rank = pipeline.rank_of(stage.number)
                 for name in entry.names or (entry.target,):
-                    found[name] = min(rank, found.get(name, rank))
-    return found
+                    first_holders[name] = min(rank, first_holders.get(name, rank))
+    return first_holders
 
 
 def _example(stage: Stage, name: str, device: torch.device) -> Tensor:
@@ -551,7 +554,7 @@ def _example(stage: Stage, name: str, device: torch.device) -> Tensor:
 
 def _shapes_of_results(program: Program, device: torch.device) -> list[Tensor]:
     """Return examples of the graph's results, one element of each in memory."""
-    found = []
+    examples = []
     nodes = program.module.graph.output_node().all_input_nodes
     by_name = {node.name: node for node in nodes}
     for output in program.signature.outputs:
@@ -560,5 +563,5 @@ def _shapes_of_results(program: Program, device: torch.device) -> list[Tensor]:
         meta = by_name[output.node].meta
         dtype = meta["dtype"] if "dtype" in meta else meta["val"].dtype
         shape = program.layouts[output.node].local_shape
-        found.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
-    return found
+        examples.append(torch.zeros((), dtype=dtype, device=device).expand(shape))
+    return examples

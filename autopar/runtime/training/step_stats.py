@@ -98,10 +98,10 @@ def _inputs(plan: Plan) -> list[torch.Tensor]:
     nodes = {node.name: node for node in program.module.graph.nodes if node.op == "placeholder"}
     values = [nodes[name].meta.get("val") for name in names if name in nodes]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return [_of_all_parts(x, plan.microbatches) for x in tensors if x.dim()]
+    return [_of_all_microbatches(x, plan.microbatches) for x in tensors if x.dim()]
 
 
-def _of_all_parts(x: torch.Tensor, count: int) -> torch.Tensor:
+def _of_all_microbatches(x: torch.Tensor, count: int) -> torch.Tensor:
     """Return an input of a whole step, of one of a micro-batch: as many rows for each."""
     return (
         x

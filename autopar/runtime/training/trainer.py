@@ -159,11 +159,11 @@ def _accelerator_class(base: Any) -> type:
                 "data_seed": self.dataloader_config.data_seed,
                 "non_blocking": self.non_blocking,
             }
-            one_of_one = data_loader.prepare_data_loader(
+            prepared = data_loader.prepare_data_loader(
                 loader, self.device, num_processes=1, process_index=0, **wanted
             )
-            self._dataloaders.append(one_of_one)
-            return one_of_one
+            self._dataloaders.append(prepared)
+            return prepared
 
         def prepare_model(self, model: Any, *_: Any, **__: Any) -> Any:
             # "evaluation" leaves out DistributedDataParallel

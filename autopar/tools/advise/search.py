@@ -90,14 +90,14 @@ class Advice:
 
 def _is_matmul(layout: str) -> bool:
     """Whether a layout of the table is that of a product: its axes split loop dims."""
-    return bool(layout) and all(part.strip()[-1] in "mnk" for part in layout.split(","))
+    return bool(layout) and all(text.strip()[-1] in "mnk" for text in layout.split(","))
 
 
 def _sizes(layout: str, plan: Plan) -> dict[str, int]:
     """Return over how many ranks a layout of the table splits each loop dim: {"m": 8, "n": 2}."""
     sizes: dict[str, int] = {}
-    for part in layout.split(","):
-        axis, _, letter = part.strip().partition("→")
+    for text in layout.split(","):
+        axis, _, letter = text.strip().partition("→")
         sizes[letter] = sizes.get(letter, 1) * plan.mesh.sizes.get(axis, 1)
     return sizes
 
@@ -135,8 +135,8 @@ def advise(
     own_layout: Layouts = "auto"
     if degrees.pipeline > 1:
         own_layout = Stages(degrees.pipeline, "auto", schedule="auto")
-    parts = degrees.microbatches
-    own = planning.plan(own_layout, "auto", microbatches=parts) if compare else None
+    count = degrees.microbatches
+    own = planning.plan(own_layout, "auto", microbatches=count) if compare else None
     return Advice(TOOLS[tool], degrees, TOOLS[tool].write(degrees), plan, own, tried)
 
 
@@ -198,7 +198,7 @@ def _candidates(tool: Tool, planning: _Planning) -> Iterator[Degrees | str]:
         if tool.context and long:
             sizes += contexts_of(plain)
         if tool.expert:
-            sizes += [found for each in sizes for found in experts_of(each, experts)]
+            sizes += [grouped for each in sizes for grouped in experts_of(each, experts)]
         for each in sizes:
             if not batch or batch % each.data:
                 yield f"a batch of {batch} rows is not divided by {each.data} data ranks"
@@ -249,17 +249,19 @@ def _fastest(
             continue
         if progress is not None:
             progress(f"{tool.name}: {number + 1} of {len(degrees_of)}")
-        count, parts = degrees.pipeline, degrees.microbatches
+        stages, microbatches = degrees.pipeline, degrees.microbatches
         whole = [plan for known, plan in plans.items() if known.pipeline == 1]
         fastest = min(whole, key=lambda plan: plan.step_seconds, default=None)
-        if count > 1 and fastest is not None:
-            least = computed_seconds(fastest) * (1 + (count - 1) / parts)
+        if stages > 1 and fastest is not None:
+            least = computed_seconds(fastest) * (1 + (stages - 1) / microbatches)
             if least > fastest.step_seconds:
                 tried.append((degrees, f"its bubble alone makes a step of {least:.3g} s"))
                 continue
-        more_bytes = tool.more_bytes(degrees, parameters // (degrees.tensor * count))
+        more_bytes = tool.more_bytes(degrees, parameters // (degrees.tensor * stages))
         try:
-            plans[degrees] = planning.plan(tool.layout(degrees), degrees.mode, more_bytes, parts)
+            plans[degrees] = planning.plan(
+                tool.layout(degrees), degrees.mode, more_bytes, microbatches
+            )
         except (LayoutError, PlanError) as error:
             tried.append((degrees, str(error)))
             continue

@@ -73,7 +73,7 @@ def page(facts: Mapping[str, Any]) -> str:
     machine.
     """
     rows = "\n".join(map(_check_row, facts["checks"]))
-    parts = (
+    lines = (
         "<!doctype html>",
         '<html lang="en"><head><meta charset="utf-8"><title>autopar doctor</title>',
         f"<style>{_STYLE}</style></head><body>",
@@ -84,7 +84,7 @@ def page(facts: Mapping[str, Any]) -> str:
         _machine_section(facts["machine"]),
         "</body></html>",
     )
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def verdict(facts: Mapping[str, Any]) -> str:
@@ -271,11 +271,11 @@ class Examination:
 
     def _say_files(self, out: Console) -> None:
         counts = self.to_json()["counts"]
-        parts = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        text = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         where = "" if self.out is None else f"; attach {self.out}/doctor.json and doctor.html"
         took = time.perf_counter() - self._began
         ranks = f"{self.session.ranks} rank{'s' if self.session.ranks > 1 else ''}"
-        out.print(f"{parts} in {took:.0f} s on {ranks}{where}", soft_wrap=True)
+        out.print(f"{text} in {took:.0f} s on {ranks}{where}", soft_wrap=True)
 
 
 def _to_text(facts: dict[str, Any]) -> str:

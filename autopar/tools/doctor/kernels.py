@@ -59,8 +59,8 @@ def kernel(session: Session, name: str, dtype: torch.dtype) -> Finding:
     """
     module, x, expected = _prepare(session, dtype)
     results, recorded = _run(module, x.to(session.device), name)
-    errors = {part: _error(results[part], expected[part]) for part in expected}
-    worst = max(errors, key=lambda part: _rank_nan_highest(errors[part]))
+    errors = {tensor: _error(results[tensor], expected[tensor]) for tensor in expected}
+    worst = max(errors, key=lambda tensor: _rank_nan_highest(errors[tensor]))
     limit, op_name = LIMITS[dtype], KERNELS[name]
     fault = ""
     if op_name not in recorded or (recorded and not op_name):

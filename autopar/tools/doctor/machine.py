@@ -161,7 +161,7 @@ def shortcomings() -> list[str]:
     return [line for line in lines if line]
 
 
-# -- parts -----------------------------------------------------------------------------------------
+# -- facts -----------------------------------------------------------------------------------------
 def _version(package: str) -> str:
     try:
         return metadata.version(package)

@@ -175,14 +175,14 @@ def why_text(plan: Plan, others: Iterable[Alternative]) -> str:
     return f"{sentence} {reason}{memory}."
 
 
-# -- the parts -------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 def module_tree(rows: Iterable[Row]) -> Module:
     """Return the modules of the rows as a tree: "blocks.0-11.mlp" lies in "blocks.0-11"."""
     root = Module("")
     for row in rows:
         module = root
-        for part in row.subgraph.split("."):
-            module = module.inside.setdefault(part, Module(part))
+        for name in row.subgraph.split("."):
+            module = module.inside.setdefault(name, Module(name))
         module.row = row
     return _joined(root)
 
@@ -190,11 +190,11 @@ def module_tree(rows: Iterable[Row]) -> Module:
 def _joined(module: Module) -> Module:
     """Return a tree in which a module that only holds one other is joined with it."""
     inside = {}
-    for part in map(_joined, module.inside.values()):
-        if part.row is None and len(part.inside) == 1:
-            (only,) = part.inside.values()
-            part = Module(f"{part.name}.{only.name}", only.row, only.inside)
-        inside[part.name] = part
+    for child in map(_joined, module.inside.values()):
+        if child.row is None and len(child.inside) == 1:
+            (only,) = child.inside.values()
+            child = Module(f"{child.name}.{only.name}", only.row, only.inside)
+        inside[child.name] = child
     return Module(module.name, module.row, inside)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _MOST_MESHES, _MOST_SPANS = 40, 4000
+_CLOSE = 0.03  # of the width or height of a figure: points whose names would overlap
 _COLOURS = {
     "compute": "#4c78a8", "wait": "#e45756", "all_gather": "#72b7b2", "reduce_scatter": "#f58518",
     "all_reduce": "#b279a2", "all_to_all": "#eeca3b", "broadcast": "#54a24b", "reduce": "#9d755d",
@@ -102,11 +103,26 @@ def layouts_figure(facts: Facts) -> Figure | None:
 
 
 def _names_of_points(timed: Sequence[Alternative]) -> list[str]:
-    """Return the name of each point; the first of equal ones has the names of all."""
-    names: dict[tuple[float | None, float | None], list[str]] = {}
-    for other in timed:
-        names.setdefault((other.seconds, other.peak_bytes), []).append(other.layout)
-    return [", ".join(names.pop((other.seconds, other.peak_bytes), [])) for other in timed]
+    """Return the name of each point; the first of those that lie close together has the names of
+    all, as they would be written over one another.
+    """
+    points = [(other.seconds or 0.0, other.peak_bytes or 0.0) for other in timed]
+    spans = [max(values) - min(values) or 1.0 for values in zip(*points, strict=True)]
+    names: list[list[str]] = []
+    for number, (other, point) in enumerate(zip(timed, points, strict=True)):
+        near = [
+            before
+            for before in range(number)
+            if names[before]
+            and all(
+                abs(a - b) < _CLOSE * s
+                for a, b, s in zip(points[before], point, spans, strict=True)
+            )
+        ]
+        names.append([] if near else [other.layout])
+        if near:
+            names[near[0]].append(other.layout)
+    return [", ".join(each) for each in names]
 
 
 def _log_ticks(least: float, most: float) -> list[float]:

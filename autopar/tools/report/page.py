@@ -176,7 +176,7 @@ def block_graphs(plan: Plan) -> tuple[str, list[Line], list[Line]]:
 def lines_of(module: fx.GraphModule, block: str) -> list[Line]:
     """Return the lines of a block's graph."""
     sources = {node.name: _source(node) for node in inline(module).graph.nodes}
-    nodes = graph_view.nodes_of(graph_view.part_of(module, block))
+    nodes = graph_view.nodes_of(graph_view.excerpt(module, block))
     return [_line(node, sources.get(node.name)) for node in nodes][:_MOST_NODES]
 
 

@@ -58,18 +58,18 @@ def owners(name: str, layout: Layout) -> str:
         ranks_of[block_of(layout, rank)].append(rank)
     drawn_rows, drawn_columns = min(rows, _MOST_BLOCKS), min(columns, _MOST_BLOCKS)
     width, height = _SIDE / drawn_columns, _SIDE / drawn_rows
-    parts = []
+    shapes = []
     for row in range(drawn_rows):
         for column in range(drawn_columns):
             who = ranks_of[(row * rows // drawn_rows, column * columns // drawn_columns)]
-            parts.append(_block(column * width, row * height, width, height, who, ranks))
+            shapes.append(_block(column * width, row * height, width, height, who, ranks))
     shape = "×".join(map(str, layout.shape))
     title = (
         f"{name} ({shape}), {layout}: {rows} × {columns} blocks, each on {format_ranks(len(who))}"
     )
     return (
         f'<figure><svg viewBox="0 0 {_SIDE} {_SIDE}" width="{_SIDE}" role="img" '
-        f'aria-label="{html.escape(title)}">{"".join(parts)}</svg>'
+        f'aria-label="{html.escape(title)}">{"".join(shapes)}</svg>'
         f"<figcaption><b>{html.escape(name)}</b> {shape}<br>{html.escape(str(layout))}"
         f"</figcaption></figure>"
     )

@@ -1,5 +1,5 @@
 """The picture of a pipeline's step as SVG: ranks of the pipeline down, time across, forwards,
-backwards, whole or in two parts, and the end of the step in colours of their own, with the
+backwards, whole or in two halves, and the end of the step in colours of their own, with the
 micro-batch's number in each; sends are thin bars below them.
 
     picture(step_of(plan))    # as a plan's report has it
@@ -96,7 +96,7 @@ def _span(span: PipelineSpan, scale: float) -> str:
     if span.action is not None and width >= _NARROWEST:
         label = (
             f'<text x="{x + width / 2:.1f}" y="{_top(span.rank) + 17}" text-anchor="middle" '
-            f'fill="#ffffff" font-size="11">{span.action.part}</text>'
+            f'fill="#ffffff" font-size="11">{span.action.microbatch}</text>'
         )
     words = _WORDS[kind] if span.action is None else f"{_WORDS[kind]} {span.action}"
     return (

@@ -1,16 +1,16 @@
-"""Runs a step in micro-batches: forward and backward of each part, one after the other.
+"""Runs a step in micro-batches: forward and backward of each micro-batch, one after the other.
 
-    loss = par(tokens, targets)    # runs all parts; the gradients are held
+    loss = par(tokens, targets)    # runs all micro-batches; the gradients are held
     loss.backward()                # hands them out, times the gradient of the loss
 
-Only one part's activations exist at a time. Gradients are summed across ranks once, in the last
-part's backward (runtime/deferred_backward.py); those whose own part is larger than what a rank
-stores are summed in each part where the plan says so. The totals over the whole batch, such as how
-many tokens count, come first. What a rank computes of the batch stays its own: part j is the j-th
-of the equal pieces of its rows.
+Only one micro-batch's activations exist at a time. Gradients are summed across ranks once, in the
+last micro-batch's backward (runtime/deferred_backward.py); those whose own part is larger than what
+a rank stores are summed in each micro-batch where the plan says so. The totals over the whole
+batch, such as how many tokens count, come first. What a rank computes of the batch stays its own:
+micro-batch j is the j-th of the equal parts of its rows.
 
-passes/microbatches.py made the program of one part. api.py puts a PartsRun in the place of what
-runs it; then the module is that of the whole batch (`batch_program`).
+passes/microbatches.py made the program of one micro-batch. api.py puts a MicrobatchesRun in the
+place of what runs it; then the module is that of the whole batch (`batch_program`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.errors import InputError, PlanError
 from autopar.ir.layout import Layout
 from autopar.ir.program import Input, Program
 from autopar.passes.interleave import is_own
-from autopar.passes.microbatches import Parts
+from autopar.passes.microbatches import Microbatches
 from autopar.passes.overlap.accumulation import Tail
 from autopar.runtime.apply import to_dtensor
 from autopar.runtime.backends import Scheduled
@@ -40,23 +40,23 @@ from autopar.runtime.deferred_backward import Form
 from autopar.runtime.reusing_forward import StepWeights
 
 
-def batch_program(program: Program, parts: Parts) -> Program:
-    """Return the program of a part with the inputs, outputs and layouts of the whole batch."""
-    inputs = tuple(e for e in program.signature.inputs if e.node not in parts.names)
+def batch_program(program: Program, microbatches: Microbatches) -> Program:
+    """Return the program of a micro-batch with inputs, outputs and layouts of the whole batch."""
+    inputs = tuple(e for e in program.signature.inputs if e.node not in microbatches.names)
     layouts = dict(program.layouts)
     for entry in inputs:
-        if entry.kind == "user" and entry.position in parts.split:
-            layouts[entry.node] = _of_all_parts(layouts[entry.node], parts.count)
+        if entry.kind == "user" and entry.position in microbatches.split:
+            layouts[entry.node] = _of_all_microbatches(layouts[entry.node], microbatches.count)
     returned = [o.node for o in program.signature.outputs if o.node is not None]
-    for node, state in zip(returned, parts.results, strict=True):
+    for node, state in zip(returned, microbatches.results, strict=True):
         if state == "rows":
-            layouts[node] = _of_all_parts(program.layouts[node], parts.count)
+            layouts[node] = _of_all_microbatches(program.layouts[node], microbatches.count)
     signature = dataclasses.replace(program.signature, inputs=inputs)
     return dataclasses.replace(program, signature=signature, layouts=layouts)
 
 
-def _of_all_parts(layout: Layout, count: int) -> Layout:
-    """Return where the rows of all parts lie: each rank has those that it has of every part."""
+def _of_all_microbatches(layout: Layout, count: int) -> Layout:
+    """Return where the rows of all micro-batches lie: each rank has those that it has of each."""
     states = tuple(
         s._replace(stride=s.stride * count) if s.kind == "S" and s.dim == 0 else s
         for s in layout.states
@@ -64,27 +64,28 @@ def _of_all_parts(layout: Layout, count: int) -> Layout:
     return Layout(layout.mesh, (layout.shape[0] * count, *layout.shape[1:]), states)
 
 
-class PartsRun:
-    """Runs the parts of a step in the place of a graph of the whole batch. `count`: of the parts.
-    `run`: runs the graph of one.
+class MicrobatchesRun:
+    """Runs the micro-batches of a step in the place of a graph of the whole batch. `count`: of the
+    micro-batches. `run`: runs the graph of one.
     """
 
     def __init__(
         self,
         run: Callable[..., Any],
         program: Program,
-        parts: Parts,
+        microbatches: Microbatches,
         device_mesh: DeviceMesh | None,
     ) -> None:
-        self.run, self.count, self._parts, self._mesh = run, parts.count, parts, device_mesh
+        self.run, self._mesh = run, device_mesh
+        self.count, self._microbatches = microbatches.count, microbatches
         self._entries = program.signature.inputs
-        batch = batch_program(program, parts)  # which has the model's tensors, and is not kept
+        batch = batch_program(program, microbatches)  # not kept: it has the model's tensors
         self._own, self._batch_layouts = batch.signature.inputs, batch.layouts
         self._layouts, self._returned = program.layouts, program.signature.outputs
         self._blocks = self._row_blocks(program)
         assert program.plan is not None
         self._sums_once, self._gathers_once = program.plan.sums_once, program.plan.gathers_once
-        self._at_once = 2 if program.plan.interleaved else 1  # parts in one run of the graph
+        self._at_once = 2 if program.plan.interleaved else 1  # micro-batches in a run of the graph
 
     # -- the graphs that run, for who asks ---------------------------------------------------------
     @property
@@ -97,14 +98,14 @@ class PartsRun:
 
     # -- rows --------------------------------------------------------------------------------------
     def _row_blocks(self, program: Program) -> int:
-        """Return into how many blocks the ranks divide the rows of a part, at most. Raises
+        """Return into how many blocks the ranks divide the rows of a micro-batch, at most. Raises
         PlanError where two tensors divide them over different axes.
         """
-        names = [e.node for e in self._entries if e.position in self._parts.split]
+        names = [e.node for e in self._entries if e.position in self._microbatches.split]
         names += [o.node for o, s in self._results() if s == "rows" and o.node is not None]
-        found = [_row_axes(program.layouts[name]) for name in names]
-        longest = max(found, key=len, default=())
-        for axes in found:
+        axes_of_rows = [_row_axes(program.layouts[name]) for name in names]
+        longest = max(axes_of_rows, key=len, default=())
+        for axes in axes_of_rows:
             if axes != longest[: len(axes)]:
                 raise PlanError(
                     f"micro-batches: rows lie on the axes {_names(axes)} and on "
@@ -114,18 +115,18 @@ class PartsRun:
 
     def _results(self) -> Iterator[tuple[Any, str]]:
         returned = (output for output in self._returned if output.node is not None)
-        yield from zip(returned, self._parts.results, strict=True)
+        yield from zip(returned, self._microbatches.results, strict=True)
 
-    def _rows(self, entry: Input, own: Tensor, part: int) -> Tensor:
-        """Return the rows of a part of those that this rank holds of an input."""
+    def _rows(self, entry: Input, own: Tensor, microbatch: int) -> Tensor:
+        """Return the rows of a micro-batch of those that this rank holds of an input."""
         blocks = self._blocks // math.prod(s for _, s in _row_axes(self._layouts[entry.node]))
         if blocks == 1:
             size = own.shape[0] // self.count
-            return own.narrow(0, part * size, size)
-        return own.unflatten(0, (blocks, self.count, -1))[:, part].flatten(0, 1)
+            return own.narrow(0, microbatch * size, size)
+        return own.unflatten(0, (blocks, self.count, -1))[:, microbatch].flatten(0, 1)
 
     def _joined(self, node: str, rows: Sequence[Tensor]) -> Tensor:
-        """Return the rows of all parts in the order in which this rank holds those of the batch."""
+        """Return the rows of all micro-batches in the order of this rank's rows of the batch."""
         blocks = self._blocks // math.prod(s for _, s in _row_axes(self._layouts[node]))
         if blocks == 1:
             return torch.cat(list(rows))
@@ -145,18 +146,20 @@ class PartsRun:
     def _each(self, own: Sequence[Any], seeds: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield the values of the placeholders for each run of the graph."""
         totals = iter(self._totals(own))
-        total_of = {e.node: next(totals) for e in self._entries if e.node in self._parts.names}
+        total_of = {
+            e.node: next(totals) for e in self._entries if e.node in self._microbatches.names
+        }
         by_node = {e.node: x for e, x in zip(self._own, own, strict=True)}
         later = iter(seeds)
         for first in range(0, self.count, self._at_once):
             values = [self._value(e, by_node, total_of, first, later) for e in self._entries]
-            for part in range(first + 1, first + self._at_once):
+            for microbatch in range(first + 1, first + self._at_once):
                 entries = (entry for entry in self._entries if is_own(entry))
-                values += [self._value(e, by_node, total_of, part, later) for e in entries]
+                values += [self._value(e, by_node, total_of, microbatch, later) for e in entries]
             yield values
 
     def _apart(self, results: Sequence[Any]) -> list[Sequence[Any]]:
-        """Return the results of each part, of those of one run."""
+        """Return the results of each micro-batch, of those of one run."""
         size = len(results) // self._at_once
         return [results[place : place + size] for place in range(0, len(results), size)]
 
@@ -165,33 +168,33 @@ class PartsRun:
         entry: Input,
         own: dict[str, Any],
         totals: dict[str, Tensor],
-        part: int,
+        microbatch: int,
         later: Iterator[Any],
     ) -> Any:
         if entry.node in totals:
             return totals[entry.node]
-        if entry.kind == "seed" and part:
+        if entry.kind == "seed" and microbatch:
             return next(later)
-        if entry.kind == "user" and entry.position in self._parts.split:
-            return self._rows(entry, own[entry.node], part)
+        if entry.kind == "user" and entry.position in self._microbatches.split:
+            return self._rows(entry, own[entry.node], microbatch)
         return own[entry.node]
 
     @torch.no_grad()
     def _totals(self, own: Sequence[Any]) -> list[Tensor]:
-        """Return what is summed over the whole batch before the first part. The inputs that it is
-        computed of, such as labels, are gathered where ranks hold parts of them.
+        """Return what is summed over the whole batch before the first micro-batch. The inputs that
+        it is computed of, such as labels, are gathered where ranks hold parts of them.
         """
-        if self._parts.totals is None:
+        if self._microbatches.totals is None:
             return []
         at = {e.position: i for i, e in enumerate(self._own) if e.kind == "user"}
-        whole = [self._gather(self._own[at[p]], own[at[p]]) for p in self._parts.reads]
+        whole = [self._gather(self._own[at[p]], own[at[p]]) for p in self._microbatches.reads]
         shares = []
-        for part in range(self.count):
+        for number in range(self.count):
             rows = (
-                x.unflatten(0, (self.count, -1))[part] if p in self._parts.split else x
-                for p, x in zip(self._parts.reads, whole, strict=True)
+                x.unflatten(0, (self.count, -1))[number] if p in self._microbatches.split else x
+                for p, x in zip(self._microbatches.reads, whole, strict=True)
             )
-            shares.append(self._parts.totals(*rows))
+            shares.append(self._microbatches.totals(*rows))
         return [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*shares, strict=True)]
 
     def _gather(self, entry: Input, own: Tensor) -> Tensor:
@@ -203,11 +206,11 @@ class PartsRun:
         assert isinstance(gathered, DTensor)
         return gathered.full_tensor().to(own.dtype)
 
-    def _combined(self, per_part: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return the results of the step, of those of its parts."""
+    def _combined(self, per_microbatch: Sequence[Sequence[Any]]) -> list[Any]:
+        """Return the results of the step, of those of each micro-batch."""
         results: list[Any] = []
         for place, (output, state) in enumerate(self._results()):
-            each = [part[place] for part in per_part]
+            each = [own[place] for own in per_microbatch]
             if state == "rows":
                 results.append(self._joined(str(output.node), each))
             else:
@@ -224,7 +227,7 @@ class PartsRun:
         named = [leaves.get(i, x) for i, x in enumerate(own)]
         trained = list(leaves.values())
         gradients: list[Tensor | None] = [None] * len(trained)
-        per_part: list[list[Any]] = []
+        per_microbatch: list[list[Any]] = []
         loss_place = -1
         scheduled = self.run if isinstance(self.run, Scheduled) else None
         sums = Sums()  # of this step alone: one that failed leaves nothing behind
@@ -233,13 +236,14 @@ class PartsRun:
         with self._gathering([self.run]):
             for number, values in enumerate(self._each(named, seeds), start=1):
                 sums.closes = number * self._at_once == self.count
-                parts = self._apart(self.run(*values))
-                loss_place = self._loss_place(parts[0]) if loss_place < 0 else loss_place
-                losses = [results[loss_place] for results in parts]
+                new = self._apart(self.run(*values))
+                loss_place = self._loss_place(new[0]) if loss_place < 0 else loss_place
+                losses = [results[loss_place] for results in new]
                 add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))
-                for results in parts:
-                    per_part.append([x.detach() if isinstance(x, Tensor) else x for x in results])
-        return self._combined(per_part), loss_place, gradients
+                per_microbatch += [
+                    [x.detach() if isinstance(x, Tensor) else x for x in results] for results in new
+                ]
+        return self._combined(per_microbatch), loss_place, gradients
 
     @contextmanager
     def _gathering(self, runs: Iterable[Callable[..., Any]]) -> Iterator[None]:
@@ -264,7 +268,7 @@ class PartsRun:
 
 
 class Sums:
-    """The Accumulator of a step in parts: it adds up what is held, until the last part."""
+    """The Accumulator of a step in micro-batches: it adds up what is held, until the last one."""
 
     def __init__(self) -> None:
         self.closes = False
@@ -291,12 +295,12 @@ class Sums:
 
 
 class _Step(torch.autograd.Function):
-    """The parts as one function of the parameters: its forward has the gradients already."""
+    """A step as one function of the parameters: its forward has the gradients already."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        run: PartsRun,
+        run: MicrobatchesRun,
         places: Sequence[int],
         own: Sequence[Any],
         seeds: Sequence[Any],
@@ -316,14 +320,14 @@ class _Step(torch.autograd.Function):
                 "it returns; another of its results was differentiated: add it to the loss in the "
                 "model's forward, or detach it"
             )
-        found, ctx.gradients = ctx.gradients, None
-        if found is None:
+        computed, ctx.gradients = ctx.gradients, None
+        if computed is None:
             raise InputError(
                 "the backward of a step in micro-batches ran already: its gradients were handed "
                 "out, and nothing is kept to compute them again. Call the model once more"
             )
         outer = gradients[ctx.loss]
-        scaled = [None if x is None or outer is None else x.mul_(outer) for x in found]
+        scaled = [None if x is None or outer is None else x.mul_(outer) for x in computed]
         return None, None, None, None, *scaled
 
 

@@ -1,16 +1,21 @@
-"""What a plan of a step in micro-batches decides besides the layout of one part: when gradients are
-summed and weights gathered, and whether two parts run in turns.
+"""What a plan of a step in micro-batches decides besides the layout of one micro-batch: when
+gradients are summed and weights gathered, and whether two micro-batches run in turns.
 
-Example: eight parts whose unsummed gradients fit sum them once, and gather the weights once where
-all of them fit as well; two parts run in turns where that is modelled to save a twentieth of the
-step, and both fit. planner.py asks, as it chooses a plan and makes it fit.
+Example: eight micro-batches whose unsummed gradients fit sum them once, and gather the weights once
+where all of them fit as well; two micro-batches run in turns where that is modelled to save a
+twentieth of the step, and both fit. planner.py asks, as it chooses a plan and makes it fit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.parts import gathered_bytes, gathered_weights, unreduced_bytes, with_gradients
+from autopar.cost.microbatches import (
+    gathered_bytes,
+    gathered_weights,
+    unreduced_bytes,
+    with_gradients,
+)
 from autopar.cost.peak import peak
 from autopar.cost.simulator import timeline
 from autopar.ir.plan import Plan
@@ -20,12 +25,12 @@ from autopar.planner.request import PlanRequest
 from autopar.world import World
 
 _ROOM = 4.0  # of the memory, in all weights: a search counts on gathering them once
-_WORTHWHILE = 0.95  # of a step whose parts run one after the other
+_WORTHWHILE = 0.95  # of a step whose micro-batches run one after the other
 
 
-def plan_of_part(chosen: Program, world: World, request: PlanRequest) -> Program:
-    """Return the program with its plan's seconds those of one part of a step, sums and optimizer
-    included; its gap stays.
+def plan_of_microbatch(chosen: Program, world: World, request: PlanRequest) -> Program:
+    """Return the program with its plan's seconds those of one micro-batch of a step, sums and
+    optimizer included; its gap stays.
     """
     assert chosen.plan is not None
     seconds = sum(cost_terms(chosen, chosen.plan, world).values())
@@ -36,7 +41,7 @@ def plan_of_part(chosen: Program, world: World, request: PlanRequest) -> Program
     return dataclasses.replace(chosen, plan=plan)
 
 
-def sum_each_part(chosen: Program, request: PlanRequest) -> Program:
+def sum_each_microbatch(chosen: Program, request: PlanRequest) -> Program:
     """Return the program with a plan that holds the least between micro-batches, before it is made
     to fit the request's budget.
     """
@@ -58,8 +63,8 @@ def sums_once(program: Program, request: PlanRequest) -> Program:
         return program
     once = dataclasses.replace(program, plan=dataclasses.replace(plan, sums_once=True))
     assert once.plan is not None
-    held = unreduced_bytes(once)
-    memory = with_gradients(once, plan.memory, held - unreduced_bytes(program), held)
+    unreduced = unreduced_bytes(once)
+    memory = with_gradients(once, plan.memory, unreduced - unreduced_bytes(program), unreduced)
     if not request.budget.fits(memory):
         return program
     chosen = dataclasses.replace(once.plan, memory=memory, peak_bytes=memory.peak)
@@ -98,18 +103,19 @@ def gathers_once(program: Program, world: World, request: PlanRequest) -> Progra
 
 
 def _is_open(plan: Plan, request: PlanRequest) -> bool:
-    """Whether it is to be decided how the parts run: a plan from a file has decided."""
+    """Whether it is to be decided how the micro-batches run: a plan from a file has decided."""
     return plan.microbatches > 1 and request.budget is not None and request.layout is not None
 
 
-def interleave_parts(program: Program, world: World, request: PlanRequest) -> Program:
-    """Return the program with a plan that runs two parts in turns, where that is faster and fits;
-    what a part keeps for its backward is then there twice, but for weights that are gathered once.
+def interleave_microbatches(program: Program, world: World, request: PlanRequest) -> Program:
+    """Return the program with a plan that runs two micro-batches in turns, where that is faster and
+    fits; what a micro-batch keeps for its backward is then there twice, but for weights that are
+    gathered once.
     """
     plan = program.plan
     assert plan is not None
-    asked = request.overlap and _is_open(plan, request) and plan.memory is not None
-    if plan.microbatches % 2 or not plan.mesh.axes or not asked:
+    is_allowed = request.overlap and _is_open(plan, request) and plan.memory is not None
+    if plan.microbatches % 2 or not plan.mesh.axes or not is_allowed:
         return program
     assert plan.memory is not None and request.budget is not None
     saved = plan.memory.activations - gathered_bytes(program)

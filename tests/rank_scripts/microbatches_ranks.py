@@ -1,6 +1,6 @@
-"""What test_step_in_parts.py starts on gloo ranks: `parts_of_step_ranks.py FILE LAYOUT...`. A model
-trains in micro-batches, and the original on the whole batches; FILE says for each layout how far
-losses, gradients and parameters are apart, and which forms the backwards had.
+"""What test_step_in_microbatches.py starts on gloo ranks: `microbatches_ranks.py FILE LAYOUT...`. A
+model trains in micro-batches, and the original on the whole batches; FILE says for each layout how
+far losses, gradients and parameters are apart, and which forms the backwards had.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Parts have very different numbers of tokens that count; one has none."""
+    """Micro-batches have very different numbers of tokens that count; one has none."""
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 32, (ROWS, TOKENS), generator=generator)
     labels = torch.randint(0, 32, (ROWS, TOKENS), generator=generator)
@@ -123,7 +123,7 @@ def refusals(parallel: nn.Module) -> dict[str, str]:
 
 
 def dropped(rate: float) -> dict[str, Any]:
-    """Whether parts with equal rows drop other elements, and a seed gives the same ones again."""
+    """Whether micro-batches of equal rows drop other elements, and a seed gives the same again."""
 
     class RandomMask(nn.Linear):
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,9 +139,9 @@ def dropped(rate: float) -> dict[str, Any]:
         parallel.seed = 5
         results += [parallel(torch.ones(8, 8))[1].detach() for _ in range(2)]
     first, second, again, _ = results
-    own = first.unflatten(0, (4, 2))  # rows of a rank: one of each part
+    own = first.unflatten(0, (4, 2))  # rows of a rank: one of each micro-batch
     return {
-        "parts differ": not torch.equal(own[:, 0], own[:, 1]),
+        "micro-batches differ": not torch.equal(own[:, 0], own[:, 1]),
         "calls differ": not torch.equal(first, second),
         "a seed repeats": torch.equal(first, again),
     }
@@ -209,7 +209,11 @@ def others() -> dict[str, Any]:
     from_file = autopar.apply(copy.deepcopy(plain), plan, batch(0))
     apart.append(float((full(from_file(*batch(0))[0]) - full(plain(*batch(0))[0])).abs()))
     same = autopar.parallelize(plain, inputs=batch(0), layout="fsdp", microbatches="auto")
-    facts = {"apart": max(apart), "parts of auto": same.plan.microbatches, "drops": dropped(0.5)}
+    facts = {
+        "apart": max(apart),
+        "micro-batches of auto": same.plan.microbatches,
+        "drops": dropped(0.5),
+    }
     facts["alone"] = losses_alone()
     for _ in range(4):
         parallel(*batch(0))[0].backward()

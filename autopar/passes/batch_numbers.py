@@ -1,8 +1,8 @@
-"""The numbers in a part's graph that are those of the whole batch.
+"""The numbers in a micro-batch's graph that are those of the whole batch.
 
-Example: `loss.sum() / x.shape[0]` is traced as a division by the rows of a part; in a step of
-several parts it divides by the rows of all. Shapes stay those of the part. microbatches.py asks for
-every call, with the same call in the graph of the whole batch beside it.
+Example: `loss.sum() / x.shape[0]` is traced as a division by the rows of a micro-batch; in a step
+of several micro-batches it divides by the rows of all. Shapes stay those of the micro-batch.
+microbatches.py asks for every call, with the same call in the graph of the whole batch beside it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _VALUED = frozenset(  # their arguments are numbers to compute with
 
 
 def take_numbers(node: fx.Node, full_batch: fx.Node) -> bool:
-    """Give a call of a part the numbers that it computes with in a step of the whole batch. Return
-    whether that is known: an argument may depend on the number of rows in another way.
+    """Give a call of a micro-batch the numbers that it computes with in a step of the whole batch.
+    Return whether that is known: an argument may depend on the number of rows in another way.
     """
     for place, (own, other) in enumerate(zip(node.args, full_batch.args, strict=True)):
         if isinstance(own, fx.Node) or str(own) == str(other):

@@ -1,8 +1,8 @@
 """Compares a step in micro-batches with that of the whole batch, both on one device, in float64.
 
-`verify` holds the ranks against the program of one part; here all parts together are held against
-the graph of the whole batch: every result and every gradient. Random numbers are left out on both
-sides, as each part draws others. api.py calls `compare_parts`.
+`verify` holds the ranks against the program of one micro-batch; here all micro-batches together are
+held against the graph of the whole batch: every result and every gradient. Random numbers are left
+out on both sides, as each micro-batch draws others. api.py calls `compare_microbatches`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autopar.ir.graph import copy_graph
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import arguments_of
 from autopar.ops.rules.shapes import DRAWS
-from autopar.passes.microbatches import Parts
+from autopar.passes.microbatches import Microbatches
 from autopar.runtime.reference import double_by_default, tensor_to_float64, to_float64
 
 aten = torch.ops.aten
@@ -27,36 +27,42 @@ _DROPS = ("dropout_p", "p")
 _LEAST = 1e-6  # of the largest gradient: what is smaller may be zero but for rounding
 
 
-def leaves_of_parts(inputs: Any, parts: Parts, totals: fx.GraphModule | None) -> list[list[Any]]:
-    """Return the leaves of each part's call, the totals over the whole batch after them."""
+def leaves_of_microbatches(
+    inputs: Any, microbatches: Microbatches, totals: fx.GraphModule | None
+) -> list[list[Any]]:
+    """Return the leaves of each micro-batch's call, the totals over the whole batch after them."""
     leaves = [
         tensor_to_float64(x) if isinstance(x, Tensor) else x for x in pytree.tree_leaves(inputs)
     ]
-    calls = [list(_rows(leaves, parts, number)) for number in range(parts.count)]
+    calls = [list(_rows(leaves, microbatches, number)) for number in range(microbatches.count)]
     if totals is None:
         return calls
-    shares = [totals(*(part[place] for place in parts.reads)) for part in calls]
+    shares = [totals(*(call[place] for place in microbatches.reads)) for call in calls]
     sums = [torch.stack(each).sum(0, dtype=each[0].dtype) for each in zip(*shares, strict=True)]
-    return [[*part, *sums] for part in calls]
+    return [[*call, *sums] for call in calls]
 
 
-def _rows(leaves: Sequence[Any], parts: Parts, number: int) -> Iterator[Any]:
+def _rows(leaves: Sequence[Any], microbatches: Microbatches, number: int) -> Iterator[Any]:
     for place, leaf in enumerate(leaves):
-        yield leaf.unflatten(0, (parts.count, -1))[number] if place in parts.split else leaf
+        divided = place in microbatches.split
+        yield leaf.unflatten(0, (microbatches.count, -1))[number] if divided else leaf
 
 
-def compare_parts(
-    full: Program, part: Program, parts: Parts, inputs: Any, tolerance: float
+def compare_microbatches(
+    full: Program, microbatch: Program, microbatches: Microbatches, inputs: Any, tolerance: float
 ) -> list[Any]:
-    """Return the leaves of the first part's call, after a comparison of all parts with the full
-    batch. Raises VerificationError with the result or the gradient that is off the most.
+    """Return the leaves of the first micro-batch's call, after a comparison of all micro-batches
+    with the full batch. Raises VerificationError with the result or the gradient that is off the
+    most.
     """
     with double_by_default():
-        calls = leaves_of_parts(inputs, parts, _float64_totals(part, parts))
-        full, part = to_float64(full), to_float64(part)
-        expected = _step(full, pytree.tree_leaves(inputs), part.tensors)
-        steps = [_step(part, leaves, part.tensors) for leaves in calls]
-    results = [_together(state, each) for state, each in _by_result(parts, steps)]
+        calls = leaves_of_microbatches(
+            inputs, microbatches, _float64_totals(microbatch, microbatches)
+        )
+        full, microbatch = to_float64(full), to_float64(microbatch)
+        expected = _step(full, pytree.tree_leaves(inputs), microbatch.tensors)
+        steps = [_step(microbatch, leaves, microbatch.tensors) for leaves in calls]
+    results = [_together(state, each) for state, each in _by_result(microbatches, steps)]
     gradients = {name: _together("sum", [f[1][name] for f in steps]) for name in expected[1]}
     least = _LEAST * max(
         (float(x.abs().max()) for x in expected[1].values() if x.numel()), default=0.0
@@ -71,17 +77,17 @@ def compare_parts(
     worst = max(errors, key=lambda name: errors[name], default="")
     if worst and not errors[worst] <= tolerance:
         raise VerificationError(
-            f"a step in {parts.count} micro-batches is not the step of the whole batch: {worst} is "
-            f"off by {errors[worst]:.1e}, past {tolerance:.0e}"
+            f"a step in {microbatches.count} micro-batches is not the step of the whole batch: "
+            f"{worst} is off by {errors[worst]:.1e}, past {tolerance:.0e}"
         )
     return calls[0]
 
 
-def _float64_totals(part: Program, parts: Parts) -> fx.GraphModule | None:
+def _float64_totals(microbatch: Program, microbatches: Microbatches) -> fx.GraphModule | None:
     """Return the graph of the totals in float64."""
-    if parts.totals is None:
+    if microbatches.totals is None:
         return None
-    return to_float64(Program(parts.totals, part.signature)).module
+    return to_float64(Program(microbatches.totals, microbatch.signature)).module
 
 
 def _step(
@@ -137,14 +143,14 @@ def _without_draws(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _by_result(
-    parts: Parts, results: Sequence[tuple[list[Any], Any]]
+    microbatches: Microbatches, results: Sequence[tuple[list[Any], Any]]
 ) -> Iterator[tuple[str, list[Any]]]:
-    for place, state in enumerate(parts.results):
+    for place, state in enumerate(microbatches.results):
         yield state, [values[place] for values, _ in results]
 
 
 def _together(state: str, each: Sequence[Tensor]) -> Tensor:
-    """Return the result of the step, of what its parts returned."""
+    """Return the result of the step, of what its micro-batches returned."""
     if state == "rows":
         return torch.cat(list(each))
     return sum(each[1:], each[0]) if state == "sum" else each[0]

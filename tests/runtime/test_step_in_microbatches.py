@@ -18,9 +18,9 @@ SUMMED = ["ddp:4", "fsdp:4", "4d:2", "2.5d:4"]  # whose gradients ranks sum
 
 @pytest.fixture(scope="module", params=LAUNCHES, ids=str)
 def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("parts")
+    folder = tmp_path_factory.mktemp("microbatches")
     ranks, tasks = request.param
-    everyone = launched(folder, ranks, *tasks, script="parts_of_step_ranks.py")
+    everyone = launched(folder, ranks, *tasks, script="microbatches_ranks.py")
     assert all(found.keys() == set(tasks) for found in everyone)
     return everyone
 
@@ -28,7 +28,7 @@ def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("besides")
-    everyone = launched(folder, 4, "others", script="parts_of_step_ranks.py")
+    everyone = launched(folder, 4, "others", script="microbatches_ranks.py")
     return [found["others"] for found in everyone]
 
 
@@ -41,7 +41,7 @@ def test_three_steps_are_those_of_one_device(facts: Any) -> None:
 
 
 def test_gradients_are_summed_across_ranks_once_a_step(facts: Any) -> None:
-    """Two parts in turns have one backward."""
+    """Two micro-batches in turns have one backward."""
     for found in facts:
         for task in found.keys() & {*SUMMED, "fsdp:4:turns"}:
             runs = int(task.split(":")[1]) // (2 if task.endswith("turns") else 1)
@@ -60,7 +60,7 @@ def test_what_goes_on_besides_training(others: Any) -> None:
         assert "error" not in found, found
         assert found["apart"] < 1e-12
         assert found["tokens"] == pytest.approx(16 * 4)
-        assert found["parts of auto"] == 1  # nothing limits the memory
+        assert found["micro-batches of auto"] == 1  # nothing limits the memory
         assert all(found["drops"].values()), found["drops"]
 
 
@@ -72,7 +72,7 @@ def test_a_mean_may_be_returned_as_it_is(others: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_a_step_in_parts_cannot_do_is_refused(others: Any) -> None:
+def test_what_a_step_in_microbatches_cannot_do_is_refused(others: Any) -> None:
     another = "InputError: a step in micro-batches has the gradient of its loss alone"
     twice = "InputError: the backward of a step in micro-batches ran already"
     for found in others:

@@ -1,13 +1,14 @@
-"""What a step in micro-batches takes and holds, of the figures of one part.
+"""What a step in micro-batches takes and holds, of the figures of one.
 
-Example: of a part that takes 10 ms, 2 of them to sum gradients and 1 to step the optimizer, eight
-parts take 8 · 10 - 7 · 3 = 59 ms: sums and the optimizer come once. Sums of weights' gradients can
-be deferred (passes/overlap/accumulation.py), those that are scattered among them where there is
-room for the unsummed ones (`Plan.sums_once`). Weights are gathered once where there is room for all
-of them between the parts (`Plan.gathers_once`, passes/overlap/weight_reuse.py).
+Example: of a micro-batch that takes 10 ms, 2 of them to sum gradients and 1 to step the optimizer,
+eight micro-batches take 8 · 10 - 7 · 3 = 59 ms: sums and the optimizer come once. Sums of weights'
+gradients can be deferred (passes/overlap/accumulation.py), those that are scattered among them
+where there is room for the unsummed ones (`Plan.sums_once`). Weights are gathered once where there
+is room for all of them between the micro-batches (`Plan.gathers_once`,
+passes/overlap/weight_reuse.py).
 
-An emitted program of one part enters, with its annotations. summary.py, peak.py, formula.py and the
-simulator ask.
+An emitted program of one micro-batch enters, with its annotations. summary.py, peak.py, formula.py
+and the simulator ask.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from autopar.world import World
 
 
 class UnreducedGradient(NamedTuple):
-    """What a rank holds of one weight's gradient between the parts: `own_bytes` unsummed, or
-    `stored_bytes` summed. `scattered`: summing divides it among ranks.
+    """What a rank holds of one weight's gradient between the micro-batches: `own_bytes` unsummed,
+    or `stored_bytes` summed. `scattered`: summing divides it among ranks.
     """
 
     own_bytes: float
@@ -47,7 +48,7 @@ def unreduced_gradients(program: Program) -> dict[Value, UnreducedGradient]:
         value = collective.node.meta.get("value")
         if _is_sum(collective) and value in notes.weights:
             sums[value].append(collective)
-    return {value: _gradient_of(found, program.counting.sums) for value, found in sums.items()}
+    return {value: _gradient_of(own, program.counting.sums) for value, own in sums.items()}
 
 
 def _is_sum(collective: SentCollective) -> bool:
@@ -65,8 +66,8 @@ def _gradient_of(collectives: list[SentCollective], counted: float) -> Unreduced
 
 
 class OncePerStep(NamedTuple):
-    """The collectives of an emitted program that do not run in every part: those that sum the
-    gradients of the values `sums`, and the forward ones of the nodes `gathers`.
+    """The collectives of an emitted program that do not run in every micro-batch: those that sum
+    the gradients of the values `sums`, and the forward ones of the nodes `gathers`.
     """
 
     sums: frozenset[Value] = frozenset()
@@ -74,13 +75,13 @@ class OncePerStep(NamedTuple):
 
     @staticmethod
     def of(program: Program) -> OncePerStep:
-        """Return those that a plan defers or keeps; none where a step is one part."""
+        """Return those that a plan defers or keeps; none where a step is one micro-batch."""
         plan = program.plan
         assert plan is not None
         if plan.microbatches == 1:
             return OncePerStep()
-        found = unreduced_gradients(program).items()
-        sums = frozenset(v for v, deferred in found if plan.sums_once or not deferred.scattered)
+        gradients = unreduced_gradients(program).items()
+        sums = frozenset(v for v, deferred in gradients if plan.sums_once or not deferred.scattered)
         if not plan.gathers_once:
             return OncePerStep(sums)
         behind = ancestors(gathered_weights(program))
@@ -114,8 +115,8 @@ def gathered_bytes(program: Program) -> float:
     assert program.plan is not None
     if not program.plan.gathers_once:
         return 0.0
-    found = (node.meta for node in gathered_weights(program) if "layout" in node.meta)
-    return float(sum(meta["layout"].local_size * meta["dtype"].itemsize for meta in found))
+    metas = (node.meta for node in gathered_weights(program) if "layout" in node.meta)
+    return float(sum(meta["layout"].local_size * meta["dtype"].itemsize for meta in metas))
 
 
 def _gathers(node: fx.Node) -> bool:
@@ -142,10 +143,10 @@ def optimizer_step(program: Program, world: World) -> float:
 
 
 def unreduced_bytes(program: Program) -> float:
-    """Return the bytes that a rank holds of gradients between the parts of a step: of all weights,
-    and of those whose sum is deferred what is not summed yet.
+    """Return the bytes that a rank holds of gradients between the micro-batches of a step: of all
+    weights, and of those whose sum is deferred what is not summed yet.
     """
-    if part_count(program) == 1:
+    if microbatch_count(program) == 1:
         return 0.0
     assert program.plan is not None
     once = program.plan.microbatches > 1 and program.plan.sums_once
@@ -161,54 +162,54 @@ def unreduced_bytes(program: Program) -> float:
     )
 
 
-def part_count(program: Program) -> int:
-    """Return the parts of a step; a search knows them before its plan does."""
+def microbatch_count(program: Program) -> int:
+    """Return the micro-batches of a step; a search knows them before its plan does."""
     assert program.plan is not None
-    return max(program.plan.microbatches, program.counting.parts)
+    return max(program.plan.microbatches, program.counting.microbatches)
 
 
-def memory_of_parts(
-    program: Program, part: Memory, unreduced: float | None = None, weights: float = 0.0
+def memory_of_microbatches(
+    program: Program, memory: Memory, unreduced: float | None = None, weights: float = 0.0
 ) -> Memory:
-    """Return the memory of a step, before the optimizer's, of that of one part: between parts a
-    rank holds gradients, and of results that have rows those of all parts. `unreduced`: bytes of
-    these gradients; None: those of this program. `weights`: bytes of gathered weights, which are
-    there from part to part.
+    """Return the memory of a step, before the optimizer's, of that of one micro-batch: between two
+    a rank holds gradients, and of results that have rows those of all micro-batches. `unreduced`:
+    bytes of these gradients; None: those of this program. `weights`: bytes of gathered weights,
+    which are there from micro-batch to micro-batch.
     """
-    part = with_results(program, part)
+    memory = with_results(program, memory)
     gradients = unreduced_bytes(program) if unreduced is None else unreduced
-    return with_gradients(program, part, gradients, gradients, weights) if gradients else part
+    return with_gradients(program, memory, gradients, gradients, weights) if gradients else memory
 
 
-def with_results(program: Program, part: Memory) -> Memory:
-    """Return the memory of a part with the results of the other parts besides."""
+def with_results(program: Program, memory: Memory) -> Memory:
+    """Return the memory of a micro-batch with the results of the others besides."""
     results = results_between(program)
-    return replace(part, transient=part.transient + results, peak=part.peak + results)
+    return replace(memory, transient=memory.transient + results, peak=memory.peak + results)
 
 
 def with_gradients(
-    program: Program, part: Memory, more: float, total: float, weights: float = 0.0
+    program: Program, memory: Memory, more: float, total: float, weights: float = 0.0
 ) -> Memory:
-    """Return the memory of a part with so many bytes `more` of gradients besides, `total` in all. A
-    backward ends with as many of its own, which are then added to them, and with no activations but
-    `weights` that are gathered once.
+    """Return the memory of a micro-batch with so many bytes `more` of gradients besides, `total` in
+    all. A backward ends with as many of its own, which are then added to them, and with no
+    activations but `weights` that are gathered once.
     """
     results = results_between(program)
-    at_end = part.parameters + part.optimizer + results + 2 * total + weights
-    if at_end > part.peak + more:
-        part = replace(part, activations=weights, transient=results, in_flight=0.0)
-        return replace(part, gradients=2 * total, peak=at_end)
-    return replace(part, gradients=part.gradients + more, peak=part.peak + more)
+    at_end = memory.parameters + memory.optimizer + results + 2 * total + weights
+    if at_end > memory.peak + more:
+        memory = replace(memory, activations=weights, transient=results, in_flight=0.0)
+        return replace(memory, gradients=2 * total, peak=at_end)
+    return replace(memory, gradients=memory.gradients + more, peak=memory.peak + more)
 
 
 def results_between(program: Program) -> float:
-    """Return the bytes of the other parts' results, which a rank holds until the step is done."""
-    others = part_count(program) - 1
+    """Return the bytes of the other micro-batches' results, held until the step is done."""
+    others = microbatch_count(program) - 1
     return others * _results_bytes(program) if others else 0.0
 
 
 def _results_bytes(program: Program) -> float:
-    """Return the bytes of what a part returns besides scalars, which a step returns for all."""
+    """Return the bytes of a micro-batch's results but for scalars: a step returns those of all."""
     nodes = program.module.graph.output_node().all_input_nodes
     widths = {n.name: n.meta["dtype"].itemsize for n in nodes if "dtype" in n.meta}
     total = 0.0
