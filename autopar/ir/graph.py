@@ -60,10 +60,11 @@ def remember(
     reads: Sequence[object],
     make: Callable[[], T],
     value: Hashable = None,
+    most: int = _MOST_CACHED,
 ) -> T:
     """Return what `make` works out from a graph that no pass changes any more, from `reads` and
     from `value`: once for each of these objects and equal values. Results live as long as the
-    graph; a copy of it begins with none.
+    graph, the last `most` of a kind; a copy of the graph begins with none.
 
     >>> graph, sizes = fx.Graph(), [2, 3]
     >>> remember(graph, "sum", (sizes,), lambda: sum(sizes))
@@ -75,7 +76,7 @@ def remember(
     key = value, *map(id, reads)
     if key not in cached:
         cached[key] = tuple(reads), make()  # holding them keeps their ids from being reused
-        while len(cached) > _MOST_CACHED:
+        while len(cached) > most:
             del cached[next(iter(cached))]
     result: T = cached[key][1]
     return result

@@ -128,11 +128,11 @@ def drop_settled_variables(tables: Sequence[Table]) -> list[Table]:
 
 
 def order_of(
-    sizes: Sequence[int], scopes: Sequence[Sequence[int]], most: int = LARGEST
+    sizes: Sequence[int], scopes: Sequence[Sequence[int]], most: int | None = None
 ) -> list[int]:
     """Return an order in which to eliminate: that of the first heuristic whose tables are all
     small, else of the one whose largest table is smallest. `scopes`: the variables of each table.
-    Raises PlanError where that table has more than `most` entries.
+    Raises PlanError where that table has more than `most` entries, by default LARGEST.
     """
     neighbours = neighbours_of(sizes, [[v for v in scope if sizes[v] > 1] for scope in scopes])
     orders: list[tuple[float, list[int], list[int]]] = []
@@ -141,7 +141,7 @@ def order_of(
         if orders[-1][0] <= _SMALL:
             break
     largest, order, entangled = min(orders, key=lambda attempt: attempt[0])
-    if largest > most:
+    if largest > (LARGEST if most is None else most):
         raise too_large([sizes[v] for v in entangled])
     return order
 

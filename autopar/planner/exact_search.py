@@ -15,7 +15,8 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, lru_cache, partial
+from copy import copy
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from autopar.cost.communication import path_terms, terms_between
 from autopar.cost.compute import optimizer_seconds
 from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
-from autopar.ir.graph import carries_gradient, module_path, producer
+from autopar.ir.graph import carries_gradient, module_path, producer, remember
 from autopar.ir.layout import Element, I, Layout, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.padding import plain_shards
@@ -62,13 +63,14 @@ def search(
     constraint: Constraint,
     among: Near | None = None,
     price: Price | None = None,
-    largest: int = LARGEST,
+    largest: int | None = None,
     nesting_orders: bool = False,
 ) -> Plan:
     """Return the plan of least modelled time on this mesh under this constraint. `among`: the joint
     choices to search, by node and stored tensor; None for all. With a `price`, the bytes that a
     plan holds count as time too. `nesting_orders`: with fewer orders of axes that share an atom,
-    see axis_orders.py. Raises PlanError where a table has more than `largest` entries.
+    see axis_orders.py. Raises PlanError where a table has more than `largest` entries, by default
+    elimination.LARGEST.
     """
     of_search = Search(program, mesh, world, constraint, among, price)
     if nesting_orders and among is not None:
@@ -87,9 +89,21 @@ def search_nearly(
     """Return what `search` returns, or a plan near it where tables would outgrow memory. No plan
     among these choices is faster than the plan's `bound`, in seconds.
     """
-    return Search(program, mesh, world, constraint, among, price).solve_nearly()
+    if among is not None or price is not None:
+        return Search(program, mesh, world, constraint, among, price).solve_nearly()
+
+    def enter() -> Search:
+        of_search = Search(dataclasses.replace(program, tensors={}), mesh, world, constraint)
+        of_search.enter()
+        return of_search
+
+    reads = program.annotations, program.signature, program.padding, constraint, world
+    graph = program.module.graph
+    entered = remember(graph, "searches", reads, enter, mesh, _MOST_REMEMBERED)
+    return entered.counting_as(program).solve_nearly()
 
 
+_MOST_REMEMBERED = 2  # searches of a graph, which come again as other shares count
 Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # by node and stored tensor
 
 
@@ -116,24 +130,26 @@ class Search:
         self.conversions = ReshardCosts(world, self.known)
         self.variables: list[Options] = []
         self.scopes: list[tuple[int, ...]] = []  # the variables of each table
-        self._costs: list[Callable[[], Array]] = []  # which it is made of once all can be added up
+        self._costs: list[Callable[[Program], Array]] = []  # of each, as a program counts
         self.index: dict[str, int] = {}  # variable of a node, or of output number i as "output i"
         self.copies: dict[Value, int] = {}
         self.native: dict[Value, Want] = {}  # the layouts in which a value is made
         self.wants: dict[Value, list[Want]] = defaultdict(list)
         self.members: dict[int, Region] = {}
 
-    def solve(self, largest: int = LARGEST) -> Plan:
+    def solve(self, largest: int | None = None) -> Plan:
         """Build the tables, minimise their sum, and return the plan. Raises PlanError where a table
-        would have more than `largest` entries.
+        would have more than `largest` entries, by default elimination.LARGEST.
         """
-        self.enter()
+        if not self.variables:
+            self.enter()
         order = order_of(self.sizes, self.scopes, largest)
         return self.plan(*minimise(self.sizes, self.tables, order=order))
 
     def solve_nearly(self) -> Plan:
         """Build the tables and return the plan of their least sum, or one near it, with a bound."""
-        self.enter()
+        if not self.variables:
+            self.enter()
         try:
             seconds, values = minimise(self.sizes, self.tables)
             bound = seconds
@@ -150,9 +166,19 @@ class Search:
     def tables(self) -> list[Table]:
         """The tables of all that `enter` entered."""
         each = zip(self.scopes, self._costs, strict=True)
-        return [Table(scope, costs()) for scope, costs in each]
+        return [Table(scope, costs(self.program)) for scope, costs in each]
 
-    def _enter_table(self, scope: tuple[int, ...], costs: Callable[[], Array]) -> None:
+    def counting_as(self, program: Program) -> Search:
+        """Return the same search as `program` counts, which differs from the search's own program
+        in nothing else: reshards have other seconds, and all variables are those that this search
+        has entered.
+        """
+        other = copy(self)
+        other.program = program
+        other.__dict__.pop("tables", None)
+        return other
+
+    def _enter_table(self, scope: tuple[int, ...], costs: Callable[[Program], Array]) -> None:
         self.scopes.append(scope)
         self._costs.append(costs)
 
@@ -193,7 +219,7 @@ class Search:
     def _variable(self, name: str, options: Options) -> int:
         self.index[name] = len(self.variables)
         self.variables.append(options)
-        self._enter_table((self.index[name],), lambda: options.costs)
+        self._enter_table((self.index[name],), lambda _: options.costs)
         return self.index[name]
 
     def _gradient(self, value: Value) -> bool:
@@ -345,19 +371,20 @@ class Search:
     # -- reshards ----------------------------------------------------------------------------------
     def _convert(self, value: Value, wants: list[Want]) -> None:
         native = self.native[value]
-        element = self.program.element(value, self.element[value[0]][value[1]])
-        copy = self._copy(value, native, wants) if len(wants) > 1 else None
-        if copy is not None:
-            scope: tuple[int, ...] = (native.variable, copy.variable)
-            self._enter_table(scope, partial(self.conversions.copied, native, copy, element))
+        second = self._copy(value, native, wants) if len(wants) > 1 else None
+        if second is not None:
+            self._enter_reshard(value, self.conversions.copied, native, second)
         for want in wants:
-            if copy is None:
-                scope = (native.variable, want.variable)
-                costs = partial(self.conversions.direct, native, want, element)
+            if second is None:
+                self._enter_reshard(value, self.conversions.direct, native, want)
             else:
-                scope = (native.variable, copy.variable, want.variable)
-                costs = partial(self.conversions.nearer, native, copy, want, element)
-            self._enter_table(scope, costs)
+                self._enter_reshard(value, self.conversions.nearer, native, second, want)
+
+    def _enter_reshard(self, value: Value, table: Callable[..., Array], *wants: Want) -> None:
+        """Enter the table of a value's reshards between these layouts."""
+        size = self.element[value[0]][value[1]]
+        scope = tuple(want.variable for want in wants)
+        self._enter_table(scope, lambda program: table(*wants, program.element(value, size)))
 
     def _copy(self, value: Value, native: Want, wants: list[Want]) -> Want | None:
         """Return a variable for a second layout of the value, one that at least two uses may want;

@@ -73,7 +73,7 @@ def test_a_node_and_its_backward() -> None:
         return Layout(Mesh.parse("x2"), shape, (R,))
 
     spec = OpShardingRule((), (), {}, flops=2.0 * 4 * 6 * 8)
-    strategy = Strategy((), (unsplit(4, 6), None, unsplit(6, 8)), (unsplit(4, 8),), parts=2)
+    strategy = Strategy((), (unsplit(4, 6), None, unsplit(6, 8)), (unsplit(4, 8),), ranks=2)
     world = World((Level(2, 1e9, 0),), CARD)
     once = matmul_seconds(2.0 * 4 * 6 * 8 / 2, 2.0 * (24 + 48 + 32), torch.bfloat16, CARD)
     assert node_seconds(spec, strategy, torch.bfloat16, False, world) == pytest.approx(once)

@@ -11,6 +11,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
 from autopar.planner.bound import bounds_of, near, pass_messages
 from autopar.planner.constraint import Constraint
+from autopar.planner.exact_search import Search, search_nearly
+from autopar.planner.request import Layouts
 from autopar.planner.solve import best_at_shares, by_promise, quick_best, with_share
 from autopar.planner.space import candidates
 from autopar.world import World
@@ -74,3 +76,20 @@ def test_of_meshes_that_promise_the_same_the_one_of_fewest_axes_comes_first() ->
     meshes = [(Mesh.parse(m), Constraint("auto")) for m in ("w2.x2.y2.z8", "x8.y8", "x64")]
     assert by_promise(meshes, [0.84314, 0.8441, 0.84316]) == [2, 0, 1]
     assert by_promise(meshes, [0.84314, 0.8441, 0.8440]) == [0, 2, 1]
+
+
+@pytest.mark.slow_cells("fsdp")
+@pytest.mark.parametrize("layout", ["fsdp", "megatron"])
+def test_a_search_of_a_layout_is_entered_once_for_all_shares(
+    program: Program, layout: Layouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World.preset("ethernet-25g", 4)
+    ((mesh, rules),) = candidates(layout, 4, program)
+    entered = []
+    enter = Search.enter
+    monkeypatch.setattr(Search, "enter", lambda self: (entered.append(self), enter(self)))
+    plans = [search_nearly(with_share(program, share), mesh, world, rules) for share in SHARES]
+    assert len(entered) == 1
+    alone = [Search(with_share(program, share), mesh, world, rules) for share in SHARES]
+    assert plans == [search.solve_nearly() for search in alone]
+    assert len({plan.seconds for plan in plans}) == len(SHARES)
