@@ -492,8 +492,8 @@ def _bytes_in_microbatches(program: Program, memory: Memory) -> float:
     sums = sum(
         program.layouts[e.node].local_size * program.dtypes[e.node].itemsize for e in entries
     )
-    held = memory.parameters + memory.optimizer + 2 * sums
-    return held + max(0.0, memory.peak - held) / rows
+    constant = memory.parameters + memory.optimizer + 2 * sums
+    return constant + max(0.0, memory.peak - constant) / rows
 
 
 def effort(program: Program, world: World, budget: Budget) -> tuple[Program, Memory]:

@@ -148,9 +148,17 @@ def test_no_rank_runs_experts_that_another_one_runs_too():
     assert not left or f"Not planned yet: {', '.join(left)}." in zoo.PAGE.read_text()
 
 
-def test_planning_a_mixture_of_experts_takes_at_most_twice_what_a_dense_model_does():
-    ratios = {n: r["plan_s"] / r["dense"]["plan_s"] for n, r in EXPERTS.items() if "plan_s" in r}
-    assert ratios and max(ratios.values()) <= 2, ratios
+_UNMEASURED = pytest.mark.xfail(
+    strict=True, raises=KeyError, reason="463 CPU s; a dense model of 61 layers is not planned yet"
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=_UNMEASURED if n == "DeepSeek-V3" else ()) for n in EXPERTS]
+)
+def test_planning_a_mixture_of_experts_takes_at_most_twice_what_a_dense_model_does(name):
+    row = EXPERTS[name]
+    assert row["plan_s"] <= 2 * row["dense"]["plan_s"]
 
 
 @pytest.mark.slow
