@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.cost.simulator import Timeline
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.calibrate_on_ranks import calibrate_on_ranks
 from autopar.runtime.training.step_graph import timelines
@@ -258,7 +259,9 @@ def look(job: Job, contestant: peers.Contestant, world: autopar.World) -> dict[s
         return {}
     layout, _ = peers.wanted(contestant.name.removeprefix("autopar "))
     plan = autopar.plan(subject.model(), world, batch, layout=layout, smaller=False)
-    events = plan.timeline().events
+    timeline = plan.timeline()
+    assert isinstance(timeline, Timeline)  # no stages were asked for
+    events = timeline.events
     computing, communication = hidden.modelled(events)
     return {
         **asdict(seen),
