@@ -101,7 +101,7 @@ def page_lines(
     for family, names in groupby(rows, key=lambda name: FAMILY_OF[name]):
         lines += ["", f"## {family.capitalize()}", "", *table_lines({n: rows[n] for n in names})]
     tables = [line for ranks, rows in real.items() if rows for line in real_lines(rows, ranks)]
-    return [*lines, "", REAL, *tables, *expert_lines(experts)]
+    return [*lines, "", REAL.rstrip("\n"), *tables, *expert_lines(experts)]
 
 
 def real_lines(rows: dict[str, Row], ranks: int) -> list[str]:
@@ -120,7 +120,8 @@ def real_lines(rows: dict[str, Row], ranks: int) -> list[str]:
             cells += _real_cells(row.get(layout, row), alone, reasons)
         cells.append(_cpu(row.get("auto", {}), reasons))
         lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, "", *(f"{i}. {text}" for i, text in enumerate(reasons, 1)), ""]
+    notes = [f"{i}. {text}" for i, text in enumerate(reasons, 1)]
+    return ["", *lines, *(["", *notes] if notes else [])]
 
 
 def expert_lines(rows: dict[str, Row]) -> list[str]:
@@ -188,12 +189,17 @@ def _real_cells(entry: Row, alone: Row, reasons: list[str]) -> list[str]:
     if "seconds" not in entry:
         return [_reference(entry["reason"], reasons) if "reason" in entry else "", ""]
     step, peak = (
-        f"{entry[key] / alone[key]:.2f}" if key in alone else ""
+        _ratio(entry[key] / alone[key]) if key in alone else ""
         for key in ("seconds", "peak_bytes")
     )
     whole = [f"{entry['whole']:.1%}" + "*" * entry["cheapest"]] if entry["whole"] > 5e-4 else []
     unsplit = whole + [f"`{op_name(op)}`" for op in entry["no_rule"]]
     return [step + f" ({', '.join(unsplit)})" * bool(unsplit), peak]
+
+
+def _ratio(ratio: float) -> str:
+    """Return two digits behind the point, three of what is small."""
+    return f"{ratio:.2f}" if ratio >= 0.1 else f"{ratio:.3f}"
 
 
 def table_lines(rows: dict[str, Row]) -> list[str]:
