@@ -231,7 +231,8 @@ def plan_on_rank_0(
 
     def finish() -> Plan:
         plan = finish_plan(pipeline, source, program, world, without_budget, microbatches)
-        return in_stages(plan, request, like)
+        searched = shared_plan if shared_plan.stage_starts else None  # with its stages
+        return in_stages(plan, request, like or searched)
 
     return ranks.together("rewriting", finish)
 

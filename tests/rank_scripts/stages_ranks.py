@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,8 @@ from on_ranks import Facts, caught, run_everywhere
 from stage_models import GPT, TOKENS, WIDTH, WORDS, gpt
 
 STEPS = 3
-TASKS: dict[str, tuple[Stages, int]] = {
+TASKS: dict[str, tuple[Stages, int | Literal["auto"]]] = {
+    "open of 2": (Stages(within="ddp"), "auto"),
     "ddp of 2": (Stages(2, "ddp"), 4),
     "fsdp 1f1b": (Stages(2, "fsdp"), 4),
     "megatron interleaved": (Stages(2, "megatron", "interleaved", 2), 4),
@@ -123,6 +124,7 @@ def parity(task: str) -> Facts:
         "compared": len(errors),
         "leaving": most,
         "names": [n for n, _ in par.named_parameters()],
+        "layout": par.plan.layout,
     }
     par.eval()
     one.eval()

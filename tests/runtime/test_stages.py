@@ -293,7 +293,7 @@ def test_torch_compile_has_no_stages() -> None:
 @pytest.mark.parametrize(
     ("ranks", "tasks"),
     [
-        (2, ("ddp of 2",)),
+        (2, ("ddp of 2", "open of 2")),
         pytest.param(4, ("fsdp 1f1b",), marks=pytest.mark.slow),
         pytest.param(4, ("megatron interleaved", "4 stages gpipe"), marks=pytest.mark.slow),
         pytest.param(4, ("ddp looped-bfs", "4d"), marks=pytest.mark.slow),
@@ -322,6 +322,7 @@ def test_three_steps_on_gloo_are_those_of_one_device(
             assert len(found["names"]) < len(names), "a rank holds its stages' parameters alone"
             assert found["evaluation of 8"] < 1e-9 and found["evaluation of 4"] < 1e-9
             assert found["leaving"] <= LEAVING.get(task, found["leaving"])
+            assert found["layout"].count("Stages(") == 1, "a stage has no stages of its own"
 
 
 @pytest.mark.parametrize(
