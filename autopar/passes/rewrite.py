@@ -107,9 +107,16 @@ def rewrite(program: Program, world: World) -> Program:
 
 
 def check(program: Program) -> None:
-    """The contract: the graph is well formed, as its signature says, and no output is partial."""
+    """The contract: the graph is well formed, as its signature says, the plan stores every
+    parameter, and no output is partial.
+    """
     same_inputs(program)
     same_outputs(program)
+    assert program.plan is not None
+    for entry in program.signature.inputs:
+        # the graph would take it as R, and no rank would sum its gradient
+        stored = entry.kind != "parameter" or entry.node in program.plan.stored
+        assert stored, f"the plan does not say how parameter {entry.target} is stored"
     for output in program.signature.outputs:
         if output.node is not None:
             assert not program.layouts[output.node].axes_of("P"), f"output {output.node} is partial"

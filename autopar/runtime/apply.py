@@ -214,7 +214,7 @@ def plan_on_rank_0(
 
     def search() -> Plan | None:
         if known is not None:
-            return _by_placeholder(known, program)
+            return known
         if like is not None:
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -72,11 +72,12 @@ def trained(model: nn.Module) -> list[Tensor]:
     return [*seen, *map(full, model.parameters())]
 
 
-def facts_of(name: str, count: int, turns: bool) -> dict[str, Any]:
+def facts_of(name: str, count: int | Literal["auto"], turns: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     plain, layout = Net(), GRIDS.get(name, name)
     model = copy.deepcopy(plain)
     if turns:
+        assert count != "auto"
         plan = autopar.plan(model, 4, batch(0), layout, microbatches=count)
         plan = dataclasses.replace(plan, interleaved=True)
         plan = autopar.Plan.from_json(plan.to_json())  # as one from a file, it is not decided anew
@@ -226,7 +227,8 @@ def others() -> dict[str, Any]:
 def facts_of_task(task: str) -> dict[str, Any]:
     name, count, turns = (*task.split(":"), "", "")[:3]
     try:
-        return facts_of(name, int(count), turns == "turns") if count else others()
+        number = count if count == "auto" else int(count or 0)
+        return facts_of(name, number, turns == "turns") if count else others()
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

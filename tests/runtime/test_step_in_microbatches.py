@@ -9,8 +9,10 @@ import pytest
 from launch import launched
 
 LAUNCHES = [
-    (2, ["fsdp:4"]),
-    pytest.param((4, ["fsdp:4", "ddp:4", "fsdp:4:turns"]), marks=pytest.mark.slow),
+    (2, ["fsdp:4", "fsdp:auto"]),
+    pytest.param(
+        (4, ["fsdp:4", "ddp:4", "ddp:auto", "auto:auto", "fsdp:4:turns"]), marks=pytest.mark.slow
+    ),
     pytest.param((4, ["4d:2", "2.5d:4", "megatron:4", "megatron:4:turns"]), marks=pytest.mark.slow),
 ]
 SUMMED = ["ddp:4", "fsdp:4", "4d:2", "2.5d:4"]  # whose gradients ranks sum
