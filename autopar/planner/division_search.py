@@ -193,7 +193,8 @@ def _in_fastest_number(
     attempt: Attempt, request: PlanRequest, microbatches: MicrobatchCount, rows: int
 ) -> Plan:
     """Return the fastest plan with the request's stages: of the micro-batches that are asked for,
-    or of four for each stage, then of more or fewer as long as the step gets shorter.
+    or of four for each stage, fewer where their rows are too few, then of more or fewer as long as
+    the step gets shorter.
     """
     if microbatches != "auto":
         return attempt(request.divided(microbatches))
@@ -203,7 +204,15 @@ def _in_fastest_number(
     if not numbers:
         return attempt(request.divided(1))  # which says why not
     first = next((n for n in numbers if n >= _PER_STAGE * stages.count), numbers[-1])
-    best = start = attempt(request.divided(first))
+    fewer = [first, *_further(numbers, first, False)]
+    while True:
+        try:
+            best = start = attempt(request.divided(first))
+            break
+        except LayoutError:  # too few rows a micro-batch
+            if first == fewer[-1]:
+                raise
+            first = fewer[fewer.index(first) + 1]
     for more in (True, False):
         for number in _further(numbers, first, more):
             plan, _ = _plan_or_error(attempt, request.divided(number))

@@ -284,3 +284,20 @@ def test_parallelize_searches_a_division_once(monkeypatch: pytest.MonkeyPatch) -
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     par = autopar.parallelize(model, 1, (torch.ones(4, 8),), microbatches="auto")
     assert len(searched) == 1 and par.plan.microbatches == 1
+
+
+def test_fewer_micro_batches_are_tried_where_their_rows_are_too_few() -> None:
+    class Deep(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x).relu()
+            return x.square().mean()
+
+    layout = Stages(2, "fsdp")  # eight micro-batches have a row each, not one for each of two ranks
+    inputs = (torch.ones(8, 8),)
+    plan = autopar.plan(Deep(), 4, inputs, layout, microbatches="auto", smaller=False)
+    assert plan.microbatches in (2, 4)
