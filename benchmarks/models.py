@@ -133,31 +133,15 @@ class Experts(nn.Module):
         return torch.einsum("btec,ebcd->btd", dispatch * gates.unsqueeze(-1), result)
 
 
-class ExpertsBlock(LlamaBlock):
-    """One pre-norm layer whose MLP is of experts."""
-
-    def __init__(self, width: int, heads: int, groups: int, inner: int, experts: int) -> None:
-        super().__init__(width, heads, groups, inner)
-        self.mlp = Experts(width, inner, experts)  # type: ignore[assignment]
-
-
-class MixtureOfExperts(Llama):
-    """A Llama whose every MLP is of experts."""
-
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        width: int,
-        heads: int,
-        inner: int,
-        layers: int,
-        experts: int,
-    ) -> None:
-        super().__init__(vocabulary, context, width, heads, heads, inner, 0)
-        blocks = (ExpertsBlock(width, heads, heads, inner, experts) for _ in range(layers))
-        self.blocks = nn.ModuleList(blocks)
-        self.blocks.apply(small_weights)
+def mixture_of_experts(
+    vocabulary: int, context: int, width: int, heads: int, inner: int, layers: int, experts: int
+) -> Llama:
+    """Return a Llama whose every MLP is of experts."""
+    model = Llama(vocabulary, context, width, heads, heads, inner, layers)
+    for block in model.blocks:
+        block.mlp = Experts(width, inner, experts)
+        block.apply(small_weights)
+    return model
 
 
 @dataclass(frozen=True)
@@ -212,7 +196,7 @@ SUBJECTS = {
         16, 32, 256, "38 M parameters in 12 blocks, 512 tokens: little lies between two blocks",
     ),
     "experts": Subject(
-        lambda: MixtureOfExperts(1024, 128, 512, 8, 2048, 2, 8),
+        lambda: mixture_of_experts(1024, 128, 512, 8, 2048, 2, 8),
         48, 128, 1024, "37 M parameters, of which 34 M are 8 experts a layer; 6144 tokens",
     ),
     "context": Subject(

@@ -5,8 +5,8 @@ region are 42 options, and a table over five regions has 42⁵ entries. Where at
 batch on w, x and z, and a matmul on w and x, the orders (w, x, z, y) and (w, x, y, z) will do: an
 axis keeps its digit between two layouts if both have the same axes outside of it.
 
-Joint choices of all nodes enter, `NestingOrders` leave. Called by
-solve.py, where the tables of all orders would be large.
+Joint choices of all nodes enter, `NestingOrders` leave. exact_search.py makes them where solve.py
+says that the tables of all orders would be large.
 """
 
 from __future__ import annotations

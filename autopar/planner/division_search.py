@@ -203,16 +203,17 @@ def _in_fastest_number(
     numbers = [n for n in range(2, rows + 1) if rows % n == 0]
     if not numbers:
         return attempt(request.divided(1))  # which says why not
-    first = next((n for n in numbers if n >= _PER_STAGE * stages.count), numbers[-1])
-    fewer = [first, *_further(numbers, first, False)]
-    while True:
+    usual = next((n for n in numbers if n >= _PER_STAGE * stages.count), numbers[-1])
+    refused: LayoutError | None = None
+    for first in (usual, *_further(numbers, usual, False)):
         try:
             best = start = attempt(request.divided(first))
             break
-        except LayoutError:  # too few rows a micro-batch
-            if first == fewer[-1]:
-                raise
-            first = fewer[fewer.index(first) + 1]
+        except LayoutError as error:  # a micro-batch has too few rows
+            refused = refused or error
+    else:
+        assert refused is not None
+        raise refused
     for more in (True, False):
         for number in _further(numbers, first, more):
             plan, _ = _plan_or_error(attempt, request.divided(number))

@@ -72,10 +72,12 @@ def search(
     see axis_orders.py. Raises PlanError where a table has more than `largest` entries, by default
     elimination.LARGEST.
     """
-    of_search = Search(program, mesh, world, constraint, among, price)
+    orders = None
     if nesting_orders and among is not None:
-        of_search.orders = NestingOrders(of_search.notes, mesh, among)
-    return of_search.solve(largest)
+        assert program.annotations is not None
+        orders = NestingOrders(program.annotations, mesh, among)
+    entered = Search(program, mesh, world, constraint, among, price, orders).enter()
+    return entered.solve(largest)
 
 
 def search_nearly(
@@ -90,16 +92,16 @@ def search_nearly(
     among these choices is faster than the plan's `bound`, in seconds.
     """
     if among is not None or price is not None:
-        return Search(program, mesh, world, constraint, among, price).solve_nearly()
-
-    def enter() -> Search:
-        of_search = Search(dataclasses.replace(program, tensors={}), mesh, world, constraint)
-        of_search.enter()
-        return of_search
-
-    reads = program.annotations, program.signature, program.padding, constraint, world
-    graph = program.module.graph
-    entered = remember(graph, "searches", reads, enter, mesh, _MOST_REMEMBERED)
+        return Search(program, mesh, world, constraint, among, price).enter().solve_nearly()
+    bare = dataclasses.replace(program, tensors={})
+    entered = remember(
+        program.module.graph,
+        "searches",
+        (program.annotations, program.signature, program.padding, constraint, world),
+        lambda: Search(bare, mesh, world, constraint).enter(),
+        mesh,
+        _MOST_REMEMBERED,
+    )
     return entered.counting_as(program).solve_nearly()
 
 
@@ -108,7 +110,9 @@ Near = Mapping[str, tuple[tuple[AxisChoice, ...], ...]]  # by node and stored te
 
 
 class Search:
-    """The variables and tables of one search: see `search`."""
+    """The variables and tables of one search: see `search`. `enter` builds them, then `solve` or
+    `solve_nearly` finds the plan. `orders`: those of the axes that share an atom, None for all.
+    """
 
     def __init__(
         self,
@@ -118,12 +122,12 @@ class Search:
         constraint: Constraint,
         among: Near | None = None,
         price: Price | None = None,
+        orders: NestingOrders | None = None,
     ) -> None:
         assert program.annotations is not None
         self.program, self.mesh, self.world = program, mesh, world
         self.constraint, self.among = constraint, among
-        self.price = price
-        self.orders: NestingOrders | None = None
+        self.price, self.orders = price, orders
         self.notes: Annotations = program.annotations
         self.known = Known()
         self.regions = Regions(self.notes, self.known)
@@ -138,18 +142,14 @@ class Search:
         self.members: dict[int, Region] = {}
 
     def solve(self, largest: int | None = None) -> Plan:
-        """Build the tables, minimise their sum, and return the plan. Raises PlanError where a table
+        """Minimise the sum of the tables and return the plan. Raises PlanError where a table
         would have more than `largest` entries, by default elimination.LARGEST.
         """
-        if not self.variables:
-            self.enter()
         order = order_of(self.sizes, self.scopes, largest)
         return self.plan(*minimise(self.sizes, self.tables, order=order))
 
     def solve_nearly(self) -> Plan:
-        """Build the tables and return the plan of their least sum, or one near it, with a bound."""
-        if not self.variables:
-            self.enter()
+        """Return the plan of the tables' least sum, or one near it, with a bound."""
         try:
             seconds, values = minimise(self.sizes, self.tables)
             bound = seconds
@@ -182,8 +182,8 @@ class Search:
         self.scopes.append(scope)
         self._costs.append(costs)
 
-    def enter(self) -> None:
-        """Build all variables, and what makes their tables."""
+    def enter(self) -> Search:
+        """Build all variables, and what makes their tables; return this search."""
         entries = {entry.node: entry for entry in self.program.signature.inputs}
         nodes = list(self.program.module.graph.nodes)
         self.element = {
@@ -214,6 +214,7 @@ class Search:
         self._outputs()
         for value, wants in self.wants.items():
             self._convert(value, wants)
+        return self
 
     # -- variables ---------------------------------------------------------------------------------
     def _variable(self, name: str, options: Options) -> int:

@@ -117,8 +117,7 @@ def ascending(
     of its seconds. For small graphs: nothing is left out. Raises PlanError where tables outgrow
     memory.
     """
-    problem = Search(program, mesh, world, constraint)
-    problem.enter()
+    problem = Search(program, mesh, world, constraint).enter()
     capped = [(_bytes(problem, saved), cap) for saved, cap in caps]
     for seconds, values in by_cost(problem.sizes, problem.tables, capped):
         yield problem.plan(seconds, values)

@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -101,12 +102,11 @@ def noted_after_tracing(calls: Calls) -> Iterator[None]:
         sys.settrace(calls)
         return traced
 
-    division.trace_step = trace  # type: ignore[assignment]
     try:
-        yield
+        with patch.object(division, "trace_step", trace):
+            yield
     finally:
         sys.settrace(None)
-        division.trace_step = trace_step
 
 
 def main() -> None:

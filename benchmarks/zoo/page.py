@@ -4,6 +4,7 @@ alone.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from itertools import groupby
@@ -31,7 +32,7 @@ A layout's column has the largest relative error; `CPU` are seconds of tracing, 
 proving. `no rule`: ops that run unsharded on every rank, with their share of the modelled step.
 """
 
-REAL_RANKS = (8, 64)
+REAL_RANKS, MOST_TIMES_DENSE = (8, 64), 2
 REAL = """\
 ## Real sizes
 
@@ -148,9 +149,22 @@ def expert_lines(rows: dict[str, Row]) -> list[str]:
             for name, case in cases.items()
             if case.microbatches > 1
         ],
+        [
+            f"- {name}: planning takes {times_dense(row):.1f} times what the dense model takes; "
+            f"wanted is {MOST_TIMES_DENSE}."
+            for name, row in rows.items()
+            if times_dense(row) > MOST_TIMES_DENSE
+        ],
         [f"- {name}: {case.published}." for name, case in cases.items() if case.published],
     )
     return ["", *lines, *(line for block in below if block for line in ("", *block))]
+
+
+def times_dense(row: Row) -> float:
+    """Return how many times as long planning takes as for the dense model; nan where that is not
+    known.
+    """
+    return float(row.get("plan_s", math.nan)) / float(row.get("dense", {}).get("plan_s", math.nan))
 
 
 def _expert_cells(row: Row, case: expert_rows.Case, reasons: list[str]) -> list[str]:
@@ -189,8 +203,7 @@ def _real_cells(entry: Row, alone: Row, reasons: list[str]) -> list[str]:
     if "seconds" not in entry:
         return [_reference(entry["reason"], reasons) if "reason" in entry else "", ""]
     step, peak = (
-        _ratio(entry[key] / alone[key]) if key in alone else ""
-        for key in ("seconds", "peak_bytes")
+        _ratio(entry[key] / alone[key]) if key in alone else "" for key in ("seconds", "peak_bytes")
     )
     whole = [f"{entry['whole']:.1%}" + "*" * entry["cheapest"]] if entry["whole"] > 5e-4 else []
     unsplit = whole + [f"`{op_name(op)}`" for op in entry["no_rule"]]

@@ -87,9 +87,9 @@ def test_a_search_of_a_layout_is_entered_once_for_all_shares(
     ((mesh, rules),) = candidates(layout, 4, program)
     entered = []
     enter = Search.enter
-    monkeypatch.setattr(Search, "enter", lambda self: (entered.append(self), enter(self)))
+    monkeypatch.setattr(Search, "enter", lambda self: (entered.append(self), enter(self))[1])
     plans = [search_nearly(with_share(program, share), mesh, world, rules) for share in SHARES]
     assert len(entered) == 1
-    alone = [Search(with_share(program, share), mesh, world, rules) for share in SHARES]
+    alone = [Search(with_share(program, share), mesh, world, rules).enter() for share in SHARES]
     assert plans == [search.solve_nearly() for search in alone]
     assert len({plan.seconds for plan in plans}) == len(SHARES)

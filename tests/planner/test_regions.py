@@ -18,8 +18,7 @@ def most_options(layers: int) -> int:
     """Return the most options of a region of a T5 of so many layers."""
     model, _, inputs = models.t5(num_layers=layers)
     program = analyse(PassManager(), trace_model(model, inputs))
-    search = Search(program, Mesh.parse("x4"), autopar.World.of(4), Constraint("auto"))
-    search.enter()
+    search = Search(program, Mesh.parse("x4"), autopar.World.of(4), Constraint("auto")).enter()
     return max(len(region.options.items) for region in search.regions.all)
 
 

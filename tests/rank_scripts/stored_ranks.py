@@ -70,8 +70,7 @@ def _offered(mesh: Mesh) -> Iterator[tuple[str, Layout]]:
             for found, constraint in candidates(layout, 4, program):
                 if str(found.sizes.values()) != str(mesh.sizes.values()):
                     continue
-                search = Search(program, found, autopar.World.of(4), constraint)
-                search.enter()
+                search = Search(program, found, autopar.World.of(4), constraint).enter()
                 for entry in program.signature.inputs:
                     if entry.kind == "parameter":
                         for stored in search.variables[search.index[entry.node]].items:

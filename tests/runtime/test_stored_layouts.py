@@ -115,8 +115,7 @@ def test_bounds_and_search_offer_the_same_stored_layouts(name: str, layout: str)
 
 
 def stored(program: Program, mesh: Mesh, constraint: Constraint, node: str) -> list[Layout]:
-    search = Search(program, mesh, autopar.World.of(4), constraint)
-    search.enter()
+    search = Search(program, mesh, autopar.World.of(4), constraint).enter()
     return list(search.variables[search.index[node]].items)
 
 
