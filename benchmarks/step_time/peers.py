@@ -116,9 +116,9 @@ def tensor(model: nn.Module, per_node: int) -> Contestant:
 def fsdp2_tensor(model: nn.Module, per_node: int) -> Contestant:
     """Tensor parallelism within a node, FSDP2 between nodes."""
     mesh = init_device_mesh("cpu", _grid(per_node), mesh_dim_names=("data", "tensor"))
-    made = sharded(split(model, mesh["tensor"]), mesh["data"])
+    wrapped = sharded(split(model, mesh["tensor"]), mesh["data"])
     place = (mesh["data"].get_local_rank(), mesh["data"].size())
-    return Contestant("FSDP2 × tensor", made, place, loss_parallel)
+    return Contestant("FSDP2 × tensor", wrapped, place, loss_parallel)
 
 
 Maker = Callable[[nn.Module, int], Contestant]
@@ -167,8 +167,8 @@ def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         "token": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    held = dict(model.named_children())
-    parallelize_module(model, mesh, {name: s for name, s in outer.items() if name in held})
+    children = dict(model.named_children())
+    parallelize_module(model, mesh, {name: s for name, s in outer.items() if name in children})
     for block in model.get_submodule("blocks").children():
         parallelize_module(block, mesh, _styles(model))
         if not isinstance(model, Llama):
@@ -241,7 +241,7 @@ def parallel(
     return Contestant(name, par, plan=par.plan)
 
 
-def made(
+def contestant_of(
     name: str, model: nn.Module, per_node: int, world: autopar.World, batch: Batch
 ) -> Contestant:
     """A contestant by its name: a peer's, or "autopar LAYOUT". Raises what the maker raises."""

@@ -47,7 +47,7 @@ def carried_bytes(stage: Stage) -> float:
     assert run._deferred is not None
     graph, saved = run._deferred._graph, run._step.saved
     places = {i for i, e in enumerate(entries) if e.node in stage.receives}
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for node in graph.nodes:
         if node.name not in split(graph, places).carried:
             continue
@@ -56,8 +56,8 @@ def carried_bytes(stage: Stage) -> float:
             root = root.all_input_nodes[0]
         known = saved.get(root.name)
         name = root.name if known is None else known.producer
-        found[name] = float(root.meta["val"].nbytes) if known is None else known.bytes
-    return sum(found.values())
+        by_name[name] = float(root.meta["val"].nbytes) if known is None else known.bytes
+    return sum(by_name.values())
 
 
 aten = torch.ops.aten
