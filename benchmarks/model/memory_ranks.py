@@ -25,7 +25,7 @@ from autopar._compat import pytree
 from autopar.cost.memory import Recompute
 from autopar.planner.pipelines import memory_by_rank
 from autopar.world import ranks as running
-from benchmarks.models import Llama
+from benchmarks import models
 from examples.gpt import GPT, Config
 
 Sizes = dict[str, Any]  # of a configuration of transformers
@@ -103,7 +103,7 @@ def long() -> Example:
 
 
 def llama() -> Example:
-    return Llama(8192, 128, 256, 8, 4, 704, 4), _tokens(8192, 8, 128)
+    return models.llama(8192, 128, 256, 8, 4, 704, 4), _tokens(8192, 8, 128)
 
 
 def _labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:

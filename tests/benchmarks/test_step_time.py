@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.cluster import Shape
-from benchmarks.models import SUBJECTS, Llama
+from benchmarks.models import SUBJECTS, llama
 from benchmarks.step_time import __main__ as step_time
 from benchmarks.step_time import cells, peers, summaries, traces
 from benchmarks.step_time import pages as step_pages
@@ -205,36 +205,10 @@ def test_models_and_batches_are_the_same_on_every_rank():
     assert torch.equal(subject.batches(2)[1][0], subject.batches(2)[1][0])
 
 
-def test_llama_agrees_with_transformers():
-    from transformers.models.llama.configuration_llama import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=80, num_hidden_layers=2,
-        num_attention_heads=8, num_key_value_heads=4, rms_norm_eps=1e-5, use_cache=False,
-    )  # fmt: skip
-    theirs, ours = LlamaForCausalLM(config), Llama(96, 16, 64, 8, 4, 80, 2)
-    names = {
-        "attention": "self_attn", "query": "q_proj", "key": "k_proj", "value": "v_proj",
-        "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
-        "gate": "gate_proj", "up": "up_proj", "down": "down_proj", "token": "model.embed_tokens",
-        "blocks": "model.layers", "norm": "model.norm", "head": "lm_head",
-    }  # fmt: skip
-    state = theirs.state_dict()
-    for name, parameter in ours.named_parameters():
-        path = ".".join(names.get(part, part) for part in name.split("."))
-        path = path.replace("self_attn.out", "self_attn.o_proj")
-        parameter.data.copy_(state[path])
-    tokens, targets = torch.randint(96, (2, 2, 16))
-    logits = theirs(tokens).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert ours(tokens, targets).item() == pytest.approx(float(expected), rel=1e-5)
-
-
 def test_a_peer_that_would_cut_a_head_in_two_is_refused():
     mesh = SimpleNamespace(size=lambda: 8)
     with pytest.raises(ValueError, match="4 key and value heads do not split over 8 ranks"):
-        peers.split(Llama(96, 16, 64, 8, 4, 80, 2), mesh)
+        peers.split(llama(96, 16, 64, 8, 4, 80, 2), mesh)
 
 
 # -- all of it -------------------------------------------------------------------------------------

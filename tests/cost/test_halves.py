@@ -15,7 +15,7 @@ from autopar.ir.program import Input, Program
 from autopar.passes.overlap.split_backward import split
 from autopar.passes.stages import Stage, cut
 from autopar.runtime.backends import Scheduled
-from benchmarks.models import Llama
+from benchmarks import models
 from examples.gpt import GPT, Config
 
 
@@ -77,7 +77,7 @@ def test_what_is_carried_over_is_what_derived_graphs_carry(
     name: str, within: str, recompute: str
 ) -> None:
     with torch.device("meta"):
-        gpt, llama = GPT(Config(512, 64, 64, 4, 2)), Llama(512, 64, 64, 4, 2, 176, 2)
+        gpt, llama = GPT(Config(512, 64, 64, 4, 2)), models.llama(512, 64, 64, 4, 2, 176, 2)
     stage = last_stage(gpt if name == "gpt" else llama, 512, within, recompute)
     program = stage.program
     assert program.plan is not None

@@ -18,7 +18,7 @@ import autopar
 from autopar import Grid4D, Grid25D, Stages
 from autopar.ops.links import Links
 from autopar.runtime.training.adapters import require_parallel
-from benchmarks.models import Llama
+from benchmarks.models import llama
 from on_ranks import Facts, caught, run_everywhere
 from stage_models import GPT, TOKENS, WIDTH, WORDS, gpt
 
@@ -67,7 +67,7 @@ def example(task: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     if not task.endswith("llama"):
         return model, inputs
     torch.manual_seed(0)
-    return Llama(WORDS, TOKENS, WIDTH, 4, 2, 2 * WIDTH, layers_of(task)).double(), inputs
+    return llama(WORDS, TOKENS, WIDTH, 4, 2, 2 * WIDTH, layers_of(task)).double(), inputs
 
 
 def results(output: Any) -> tuple[Tensor, ...]:
