@@ -212,7 +212,7 @@ def _without_write(op: OpOverload) -> OpOverload:
 @dataclass(eq=False)
 class _Storage:
     """The memory of a tensor and its views: the node that is its latest content, how often it was
-    written, and whether the graph was given it.
+    written, and whether it is an input of the graph.
     """
 
     base: fx.Node
@@ -327,7 +327,8 @@ class _Writer:
         if storage.is_input:
             raise _NotAlone
         old, new = meta["val"], _computed(op, args, kwargs)
-        if new.dtype != old.dtype or new.shape != old.shape:
+        same_strides = bool(tensor.views) or new.stride() == old.stride()
+        if new.dtype != old.dtype or new.shape != old.shape or not same_strides:
             raise _NotAlone
         content = self._call(op, args, kwargs, {**meta, "val": new})
         bases = [storage.base] if tensor.views else []
