@@ -41,12 +41,12 @@ def test_every_model_has_a_row_with_parity_or_a_reason():
 def test_every_model_is_planned_whole_with_its_memory(name):
     """A row proves a plan's numbers; `autopar.plan` also runs the peak and the step."""
     model, inputs = catalog.FACTORIES[name]()
-    try:
-        plan = autopar.plan(model, 4, inputs)
-    except autopar.TraceError as error:
-        assert "FlexAttention does not support backward on CPU" in str(error), name
-    else:
-        assert plan.peak_bytes > 0 and plan.step_seconds > 0
+    if name == "llama flex" and not torch.cuda.is_available():
+        with pytest.raises(autopar.TraceError, match="FlexAttention does not support backward"):
+            autopar.plan(model, 4, inputs)
+        return
+    plan = autopar.plan(model, 4, inputs)
+    assert plan.peak_bytes > 0 and plan.step_seconds > 0
 
 
 def test_the_page_is_what_the_rows_say():
