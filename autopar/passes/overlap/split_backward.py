@@ -110,20 +110,30 @@ def weight_gradients(backward: fx.Graph, halves: Halves) -> fx.Graph:
 
 
 def _shrinks(node: fx.Node, first: Collection[fx.Node]) -> bool:
-    """Whether a cheap op of what there is in the first half makes less than it alone would take."""
-    value, inputs = node.meta.get("val"), node.all_input_nodes
-    if node in first or node.op != "call_function" or not isinstance(value, torch.Tensor):
+    """Whether a cheap op of what there is in the first half makes less than it alone would take, by
+    itself or with the cheap op that alone takes its result, as the sum of a product does.
+    """
+    if node in first or not _is_cheap(node) or not _is_there(node.all_input_nodes, first):
         return False
-    packet = getattr(node.target, "overloadpacket", None)
-    there = all(n in first or n.op == "placeholder" for n in inputs)
-    if (
-        packet is None
-        or packet in flop_registry
-        or not there
-        or collective_of(node) is not None
-        or is_wait(node)
-    ):
-        return False
+    results = [node]
+    if len(node.users) == 1:
+        (user,) = node.users
+        others = [n for n in user.all_input_nodes if n is not node]
+        results += [user] if _is_cheap(user) and _is_there(others, first) else []
+    inputs = node.all_input_nodes
     alone = (n for n in inputs if all(user is node or user in first for user in n.users))
     sizes = [n.meta["val"].nbytes for n in alone if isinstance(n.meta.get("val"), torch.Tensor)]
-    return value.nbytes < sum(sizes)
+    return min(result.meta["val"].nbytes for result in results) < sum(sizes)
+
+
+def _is_there(operands: Collection[fx.Node], first: Collection[fx.Node]) -> bool:
+    return all(n in first or n.op == "placeholder" for n in operands)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether a node makes one tensor without a product and without a collective."""
+    packet = getattr(node.target, "overloadpacket", None)
+    makes_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    if node.op != "call_function" or packet is None or not makes_tensor:
+        return False
+    return packet not in flop_registry and collective_of(node) is None and not is_wait(node)
