@@ -188,11 +188,15 @@ def functions_applied(apply: Callable[..., Any]) -> Iterator[None]:
     """Custom autograd functions call `apply(function, *args)`, by whichever name: an `apply` that
     was kept (`quantise = Quantise.apply`) too.
     """
+    before = vars(_SingleLevelFunction).get("apply")  # of a context around this one
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        if before is None:
+            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        else:
+            _SingleLevelFunction.apply = before  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -236,6 +240,16 @@ def graphs_not_written_out() -> AbstractContextManager[None]:
     whenever it changes: `torch.export` changes it a dozen times, and calls it never.
     """
     return _use_lazy_graph_module(True)
+
+
+def exported_with(
+    program: torch.export.ExportedProgram, graph: torch.fx.Graph, constants: dict[str, Any]
+) -> torch.export.ExportedProgram:
+    """The exported program with another graph, which has placeholders and results of the same
+    names, and with these constants.
+    """
+    module = torch.fx.GraphModule(program.graph_module, graph)
+    return program._update(module, program.graph_signature, constants=constants)
 
 
 def taken_apart(op: OpOverload) -> Callable[..., Any]:
