@@ -184,14 +184,14 @@ def modes_on() -> bool:
 
 
 @contextmanager
-def functions_applied(apply: Callable[..., Any]) -> Iterator[None]:
+def functions_applied(apply: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Custom autograd functions call `apply(function, *args)`, by whichever name: an `apply` that
-    was kept (`quantise = Quantise.apply`) too.
+    was kept (`quantise = Quantise.apply`) too. Gives what they call without this context.
     """
     before = vars(_SingleLevelFunction).get("apply")  # of a context around this one
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
-        yield
+        yield apply_function if before is None else before.__func__
     finally:
         if before is None:
             del _SingleLevelFunction.apply  # type: ignore[attr-defined]

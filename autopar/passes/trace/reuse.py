@@ -74,12 +74,12 @@ class Record(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.doubtful = model, False
+        self.model, self.doubtful, self._in_experts = model, False, False
         self.calls: list[Any] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._numbers: dict[int, Any] = {}
         self._alive: list[Any] = []  # so that no two values have one id
-        self._stack = ExitStack()
+        self._stack, self._apply = ExitStack(), apply_function
 
     def __enter__(self) -> Record:
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -91,7 +91,7 @@ class Record(TorchFunctionMode):
             self.model.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True),
         ):
             self._stack.callback(handle.remove)
-        self._stack.enter_context(functions_applied(self._applied))
+        self._apply = self._stack.enter_context(functions_applied(self._applied))
         super().__enter__()
         return self
 
@@ -104,7 +104,9 @@ class Record(TorchFunctionMode):
         kwargs = kwargs or {}
         with without_torch_functions():
             operands = self._described((args, kwargs))
+        self._in_experts = func is experts_op
         result = func(*args, **kwargs)
+        self._in_experts = False
         with without_torch_functions():
             results = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
             if results or getattr(func, "__name__", "") != "__get__":  # as of a shape: no call
@@ -149,8 +151,8 @@ class Record(TorchFunctionMode):
         self.calls.append(("return", self._described(result)))
 
     def _applied(self, function: Any, *args: Any) -> Any:
-        self.doubtful = True
-        return apply_function(function, *args)
+        self.doubtful = self.doubtful or not self._in_experts
+        return self._apply(function, *args)
 
 
 def _name(func: Any) -> str:
@@ -199,14 +201,15 @@ def keep(
     )
     if record.doubtful or not record.calls or not known:
         return
-    if any(entry.kind not in ("parameter", "buffer", "user") for entry in to.signature.inputs):
-        return
     try:
         facts = _facts(model, args, kwargs)
     except Doubtful:
         return
+    # of numbers in the code, which the calls that make them are compared by
+    kinds = {entry.target: entry.kind for entry in to.signature.inputs}
+    constants = {name: x for name, x in to.tensors.items() if kinds.get(name) == "constant"}
     others = [trace for trace in _TRACES.get(model, []) if trace.facts != facts]
-    _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, {}), once)][-_MOST_TRACES:]
+    _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, constants), once)][-_MOST_TRACES:]
 
 
 def hand_on(model: nn.Module, twin: nn.Module) -> None:
@@ -262,6 +265,7 @@ def traced_before(
     except Exception:  # whatever a changed model raises, tracing explains
         return None
     tensors = {
+        **trace.program.tensors,
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
