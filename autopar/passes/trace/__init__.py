@@ -96,7 +96,7 @@ def trace(
     if known is not None:
         return known
     record, reads, derivatives = Record(model), AttributeReads(model), DerivativeCalls()
-    found = captured_before(model, args, kwargs, (record, reads))
+    found = captured_before(model, args, kwargs, record, reads)
     if found is None:
         record, reads = Record(model), AttributeReads(model)
         written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))

@@ -148,9 +148,7 @@ def exported_with_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProg
     before = snapshot(model)
     try:
         with fakes.mode, exporting():
-            below = graph_below_autograd(
-                model, fakes.args, fakes.kwargs, partial(watched, model)
-            )
+            below = graph_below_autograd(model, fakes.args, fakes.kwargs, partial(watched, model))
     finally:
         before.restore()
     for node in below.module.graph.nodes:

@@ -122,9 +122,7 @@ class OperatorCalls(TorchDispatchMode):
         shape = tuple(value.shape)
         if any(type(size) is not int for size in shape):
             raise Differs("a size depends on the values of a tensor")
-        return Result(
-            name, shape, value.stride(), value.dtype, value.device, value.requires_grad
-        )
+        return Result(name, shape, value.stride(), value.dtype, value.device, value.requires_grad)
 
     def _described(self, value: Any) -> Iterator[Any]:
         """Yield the leaves of an operator's arguments, and the lengths of its lists."""
@@ -249,9 +247,7 @@ def _calls_of(
             stack.enter_context(context)
         result = model(*fakes.args, **fakes.kwargs)
     leaves, structure = pytree.tree_flatten(result)
-    names = [
-        Operand(calls.name_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves
-    ]
+    names = [Operand(calls.name_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
     return calls.calls, (structure, names)
 
 
@@ -284,7 +280,7 @@ def _require_equal(was: Any, becomes: Any) -> None:
 
 
 def _without_gradient(value: torch.Tensor) -> torch.Tensor:
-    return value.detach() if value.requires_grad else value
+    return value if value.is_leaf else value.detach()
 
 
 class _Run:
@@ -411,9 +407,7 @@ def _candidates(
             if after not in values:
                 values.append(after)
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
-    choices = [
-        became.get((type(x), x), [x]) if type(x) in (int, float) else [x] for x in leaves
-    ]
+    choices = [became.get((type(x), x), [x]) if type(x) in (int, float) else [x] for x in leaves]
     if sum(len(each) > 1 for each in choices) > _MOST_UNCLEAR:
         raise Differs(f"{node.name} has too many numbers that became several others")
     for chosen in itertools.product(*choices):

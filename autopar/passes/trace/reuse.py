@@ -23,8 +23,8 @@ import operator
 import random
 import sys
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -209,7 +209,9 @@ def keep(
     kinds = {entry.target: entry.kind for entry in to.signature.inputs}
     constants = {name: x for name, x in to.tensors.items() if kinds.get(name) == "constant"}
     others = [trace for trace in _TRACES.get(model, []) if trace.facts != facts]
-    _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, constants), once)][-_MOST_TRACES:]
+    _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, constants), once)][
+        -_MOST_TRACES:
+    ]
 
 
 def hand_on(model: nn.Module, twin: nn.Module) -> None:
@@ -222,11 +224,12 @@ def captured_before(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    recorders: Sequence[AbstractContextManager[Any]],
+    record: Record,
+    reads: AttributeReads,
 ) -> tuple[Capture, ExportedOnce] | None:
     """Return what is captured of a call whose sizes alone differ from those of a trace, and the
     export that it comes of; None where there is none, or the model does something else at these
-    sizes. The model is called once, within `recorders`.
+    sizes. The model is called once, within `record` and `reads`.
     """
     if model not in _TRACES:
         return None
@@ -240,10 +243,11 @@ def captured_before(
         return None
     try:
         with _preserve_generators():
-            export = partial(once.at_size, recorders=recorders)
-            return capture(model, args, dict(kwargs), export), once
+            export = partial(once.at_size, recorders=(record, reads))
+            captured = capture(model, args, dict(kwargs), export)
     except Exception:  # whatever is other at this size, tracing explains
         return None
+    return None if record.doubtful else (captured, once)  # as by a backward of the user's own
 
 
 def traced_before(
@@ -350,9 +354,7 @@ def _facts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     return _Facts(modules, tensors, arguments, sizes, _surroundings())
 
 
-def _arguments(
-    value: Any, home: torch.device, own: torch.device | None, sizes: list[Any]
-) -> Any:
+def _arguments(value: Any, home: torch.device, own: torch.device | None, sizes: list[Any]) -> Any:
     """Return what is compared of the arguments of a call, and add the sizes of their tensors."""
     if type(value) in (tuple, list):
         return type(value), *(_arguments(inner, home, own, sizes) for inner in value)
@@ -367,9 +369,7 @@ def _arguments(
     return type(value), repr(value)
 
 
-def _own_facts(
-    value: torch.Tensor, home: torch.device, device: torch.device | None = None
-) -> Any:
+def _own_facts(value: torch.Tensor, home: torch.device, device: torch.device | None = None) -> Any:
     """Return what is compared of a tensor that the model holds or is called with, but for its
     sizes.
     """
