@@ -55,10 +55,13 @@ def run_on_meta(module: fx.GraphModule, on_gpu: bool = False) -> fx.GraphModule:
 
 
 def _is_factory(node: fx.Node) -> bool:
-    """Whether the node is a factory op, which makes a tensor without taking one."""
+    """Whether the node is a factory op, which makes a tensor without taking one, on the device that
+    its options name or on the default one.
+    """
     if not isinstance(node.target, OpOverload) or node.all_input_nodes:
         return False
-    return any(argument.name == "device" for argument in node.target._schema.arguments)
+    by_name = node.target._schema.arguments[len(node.args) :]
+    return any(argument.name == "device" for argument in by_name)
 
 
 class _OperandTraits(NamedTuple):

@@ -305,6 +305,8 @@ class Bound:
         for variable in self.inner:
             self._rated[id(variable)] = self._with_leaves(variable)
         self._grain = self._grain_of(self._least_alone())
+        self.rounds = 0  # of messages on this frame
+        self._bounds = np.zeros(self.meshes.mesh_count)
         if start is not None and twins is not None:
             self._take_over(start, twins)
 
@@ -421,9 +423,14 @@ class Bound:
         return _ALIKE * float(bounds.min()) / max(1.0, edges)
 
     # -- messages ----------------------------------------------------------------------------------
+    @property
+    def seconds(self) -> float:
+        """The bound on the first mesh after the last round."""
+        return float(self._bounds[0])
+
     def run(self, rounds: int = 1) -> Bounds:
         """Run more rounds and return the bound after them, in seconds per mesh."""
-        bounds = np.zeros(self.meshes.mesh_count)
+        self.rounds += rounds
         for _ in range(rounds):
             self._known.clear()  # the last round's updates: few come again
             for variable in self.inner:
@@ -431,8 +438,8 @@ class Bound:
             bounds = np.zeros(self.meshes.mesh_count)
             for variable in reversed(self.inner):
                 bounds += self._update(variable, forwards=False)
-            self._grain = self._grain_of(bounds)
-        return bounds
+            self._grain, self._bounds = self._grain_of(bounds), bounds
+        return self._bounds
 
     def _update(self, variable: Variable, forwards: bool) -> Bounds:
         """Send messages to all later (or earlier) neighbours; return what stays, which counts for

@@ -338,15 +338,19 @@ class LimitedSearch:
         other_meshes = min(
             (s for mesh, s in free.items() if mesh not in {m for m, _ in near}), default=math.inf
         )
-        bound = 0.0
-        for factor in _PRICES:
+
+        def at(factor: float) -> float:
             price = factor * least.seconds / needs
             paid = lower_bounds(self.program, near, self.world, Price(memory, price))
             bounds = [
                 max(free[mesh], s - price * limit) for (mesh, _), s in zip(near, paid, strict=True)
             ]
-            bound = max(bound, min(other_meshes, *bounds))
-        return bound
+            return min(other_meshes, *bounds)
+
+        # It is concave in the price: beyond the higher of two neighbours alone it may be higher.
+        low, high = at(_PRICES[1]), at(_PRICES[2])
+        ends = [_PRICES[n] for n, promises in ((0, low >= high), (3, high >= low)) if promises]
+        return max(low, high, *map(at, ends))
 
     # -- prices of bytes ---------------------------------------------------------------------------
     def _at_prices(self, price: float, besides: float) -> list[Contender]:

@@ -22,6 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from autopar.cost.activations import Price, activation_bytes
@@ -60,6 +61,7 @@ from autopar.world import World
 _MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
 _LEFT = (8, 4, 2, 1)  # options per region searched exactly; fewer where tables outgrow memory
 _QUICKLY_LEFT = _LEFT[1:]  # the same where plans only compete with others
+_MORE_ROUNDS = 2  # of messages, where a plan is far from its bound
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
 _SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
 GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
@@ -108,18 +110,31 @@ def best_within(
     """Return what `best` does, of candidates with these bounds."""
     if need_no_bound(candidates):
         return _best_of_all(program, candidates, world, price)
-    tightened = list(bounds)
+    known: dict[int, Bound] = {}  # messages on the meshes searched
 
     def searched(index: int) -> Plan:
-        plan, bound = exact(program, *candidates[index], world, price)
-        tightened[index] = max(tightened[index], bound)
+        plan, messages = _search_near(program, candidates[index], world, price, _LEFT)
+        if messages is not None:
+            known[index] = messages
+            tightened[index] = max(tightened[index], messages.seconds)
         return plan
 
+    tightened = list(bounds)
     plan = _best_in_order(candidates, tightened, _TRIES, searched)
+    _tighten(tightened, known, plan.seconds * (1 - GAP))
     near_bound = min(tightened) >= plan.seconds * (1 - _SETTLED)
     if not near_bound and price is None:  # prices are tried one after the other
-        plan = again(program, plan, candidates, world)
+        plan = again(program, plan, candidates, world, known=known)
     return _with_bounds(plan, candidates, tightened)
+
+
+def _tighten(bounds: list[float], known: Mapping[int, Bound], enough: float) -> None:
+    """Raise the least of the bounds by further rounds of its messages, once on each mesh, as long
+    as it is below `enough` seconds and its messages are known: no other one counts.
+    """
+    left = dict(known)
+    while (least := min(bounds)) < enough and (place := bounds.index(least)) in left:
+        bounds[place] = max(least, float(left.pop(place).run(_MORE_ROUNDS)[0]))
 
 
 def _with_bounds(plan: Plan, candidates: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
@@ -181,27 +196,34 @@ def _round_seconds(seconds: float) -> float:
 
 
 def exact(
-    program: Program,
-    mesh: Mesh,
-    constraint: Constraint,
-    world: World,
-    price: Price | None = None,
-    thorough: bool = True,
+    program: Program, mesh: Mesh, constraint: Constraint, world: World, thorough: bool = True
 ) -> tuple[Plan, float]:
     """Return the plan of least modelled time on one mesh among the options that the bound leaves,
-    and the bound in seconds. Not `thorough`: among fewer options, and the bound is not tightened.
+    and the bound in seconds. Not `thorough`: among fewer options.
     """
-    if not mesh.axes or not constraint.free:  # rules leave little to search
-        plan = search_nearly(program, mesh, world, constraint, None, price)
-        return plan, plan.bound
-    bound = pass_messages(program, [(mesh, constraint)], world, price)
-    bound_seconds = float(bound.run()[0])
     counts = _LEFT if thorough else _QUICKLY_LEFT
-    limits = _near_limits(bound, _MARGIN * bound_seconds, counts)
-    plan = _search_among(program, limits, (mesh, constraint), world, price)
-    if thorough and plan.seconds * (1 - GAP) > bound_seconds:
-        bound_seconds = max(bound_seconds, float(bound.run(2)[0]))
-    return plan, min(bound_seconds, plan.seconds)
+    plan, messages = _search_near(program, (mesh, constraint), world, None, counts)
+    return plan, plan.bound if messages is None else min(messages.seconds, plan.seconds)
+
+
+def _search_near(
+    program: Program,
+    candidate: Candidate,
+    world: World,
+    price: Price | None,
+    counts: Sequence[int],
+) -> tuple[Plan, Bound | None]:
+    """Return the plan of least modelled time on one mesh among the options that its bound leaves,
+    at most the first of `counts` a region that tables allow, and the bound's messages; None where
+    the rules leave so little that all options are searched.
+    """
+    mesh, constraint = candidate
+    if not mesh.axes or not constraint.free:
+        return search_nearly(program, mesh, world, constraint, None, price), None
+    messages = pass_messages(program, [candidate], world, price)
+    margin = _MARGIN * float(messages.run()[0])
+    limits = _near_limits(messages, margin, counts)
+    return _search_among(program, limits, candidate, world, price), messages
 
 
 def again(
@@ -210,22 +232,26 @@ def again(
     candidates: Sequence[Candidate],
     world: World,
     price: Price | None = None,
+    known: Mapping[int, Bound] = MappingProxyType({}),
 ) -> Plan:
     """Return the plan, or a better one on its mesh found among more options per region, those
-    lowest in the bound. Where these are all options that there are, the result is optimal.
+    lowest in the bound. Where these are all options that there are, the result is optimal. `known`:
+    messages on some candidates, by their places.
     """
-    candidate = next(
-        pair
-        for pair in candidates
-        if pair[0] == incumbent.mesh and pair[1].name == incumbent.layout
+    place = next(
+        place
+        for place, (mesh, rules) in enumerate(candidates)
+        if mesh == incumbent.mesh and rules.name == incumbent.layout
     )
+    candidate = candidates[place]
     if not incumbent.mesh.axes or not candidate[1].free:
         return incumbent
-    bound = pass_messages(program, [candidate], world, price)
-    bound.run(2)
+    messages = known.get(place) or pass_messages(program, [candidate], world, price)
+    if messages.rounds < _MORE_ROUNDS:
+        messages.run(_MORE_ROUNDS)
     largest_count = _AGAIN[len(incumbent.mesh.axes)]
     counts = [n for n in (largest_count, largest_count // 4, largest_count // 16) if n]
-    limits = _near_limits(bound, math.inf, counts)
+    limits = _near_limits(messages, math.inf, counts)
     improved = _search_among(program, limits, candidate, world, price, 2 * _LARGEST)
     return improved if improved.seconds < incumbent.seconds * (1 - 1e-9) else incumbent
 

@@ -70,9 +70,9 @@ def cells(folder: Path) -> list[Cell]:
         Cell("llama3-8b on 64", _plan("llama3-8b", 64, "64x4096"), 15),
         Cell("decoder of 64 layers on 512", _plan(str(config), 512, "256x4096"), 60),
         Cell("48 layers on 256, tight", _plan(str(tight), 256, "256x4096", "--anyway"), 60),
-        Cell("llama3-70b on 1024", _plan("llama3-70b", 1024, "1024x4096"), 75),
-        Cell("llama3-405b on 16384", _plan("llama3-405b", 16384, "16384x4096"), 150),
-        Cell("parallelize on 4 gloo ranks", ranks, 4),
+        Cell("llama3-70b on 1024", _plan("llama3-70b", 1024, "1024x4096"), 60),
+        Cell("llama3-405b on 16384", _plan("llama3-405b", 16384, "16384x4096"), 120),
+        Cell("parallelize on 4 gloo ranks", ranks, 3),
     ]
 
 

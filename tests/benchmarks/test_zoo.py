@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import autopar
 from benchmarks.zoo import __main__ as zoo
 from benchmarks.zoo import catalog, expert_rows, page, real_models, real_rows, rows
 from benchmarks.zoo.torch_models import Classifier
@@ -33,6 +34,19 @@ def test_every_model_has_a_row_with_parity_or_a_reason():
     for name, row in RESULTS["rows"].items():
         entries = row["layouts"].values()
         assert entries and all("error" in e or e["reason"] for e in entries), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", catalog.FACTORIES)
+def test_every_model_is_planned_whole_with_its_memory(name):
+    """A row proves a plan's numbers; `autopar.plan` also runs the peak and the step."""
+    model, inputs = catalog.FACTORIES[name]()
+    if name == "llama flex" and not torch.cuda.is_available():
+        with pytest.raises(autopar.TraceError, match="FlexAttention does not support backward"):
+            autopar.plan(model, 4, inputs)
+        return
+    plan = autopar.plan(model, 4, inputs)
+    assert plan.peak_bytes > 0 and plan.step_seconds > 0
 
 
 def test_the_page_is_what_the_rows_say():

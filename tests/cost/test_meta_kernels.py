@@ -86,3 +86,15 @@ def test_the_peak_of_a_plan_hangs_on_the_device() -> None:
     on_gpu, on_cpu = (autopar.plan(model, world, inputs, "ddp").memory for world in (gpu, cpu))
     assert on_gpu is not None and on_cpu is not None
     assert on_gpu.activations < 0.6 * on_cpu.activations
+
+
+def test_a_mask_of_a_window_alone_is_made_on_the_meta_device() -> None:
+    """A sliding window takes no tensor and has its device by position."""
+    graph = torch.fx.Graph()
+    mask: Any = (
+        [], [], "", 3, 0, SIZE, SIZE, torch.device("cpu"), [], [],
+    )  # fmt: skip
+    graph.output(graph.call_function(torch.ops.autopar.block_mask.default, mask))
+    module = torch.fx.GraphModule(nn.Module(), graph)
+    block = meta_kernels.run_on_meta(module)()
+    assert (block.device.type, block.shape) == ("meta", (1, 1, SIZE, SIZE))

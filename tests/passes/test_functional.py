@@ -37,6 +37,43 @@ def calls() -> Example:
     return Calls(), (torch.randn(4, 2, 8),), {}
 
 
+class Writes(nn.Module):
+    """Writes into what it makes: whole, through slices, with views from before and after."""
+
+    def forward(self, x: Tensor, y: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+        pieces = x.new_empty(4, 8)
+        pieces[:, :3] = y
+        pieces[:, 3:] = x[:, 3:]
+        shares = x.gather(1, index)
+        shares /= shares.sum(-1, keepdim=True) + 1  # the sum is of the shares before
+        ones = torch.zeros_like(x).scatter_(1, index, 1)
+        row = torch.zeros(4, 8)
+        row[1, 2:4] = 5.0
+        row[0] = x[0]
+        return pieces @ ones.t(), shares * 2, torch.relu_(x @ x.t()), row + 1
+
+
+class WritesUnderViews(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = x * 2
+        flat, turned, (left, _) = h.view(8, 4), h.t(), h.chunk(2, -1)
+        h += x
+        h.mul_(3.0)
+        between = flat + 1
+        h[2] += 1
+        q, k = h.chunk(2, -1)
+        h.masked_fill_(h > 0, 0.0).clamp_(min=-1)
+        return between, turned * 2, left, q, k, h.reshape(8, 4), h.t().reshape(4, 8), h[0], h, flat
+
+
+def writes() -> Example:
+    return Writes(), (torch.randn(4, 8), torch.randn(4, 3), torch.randint(0, 8, (4, 2))), {}
+
+
+def writes_under_views() -> Example:
+    return WritesUnderViews(), (torch.randn(4, 8),), {}
+
+
 def exported(example: Example) -> torch.export.ExportedProgram:
     model, args, kwargs = example
     program = torch.export.export(model, args, kwargs, strict=False)
@@ -61,7 +98,9 @@ def lines(graph: fx.Graph) -> list[str]:
 
 
 @pytest.mark.slow_cells("<lambda>", "bert", "gpt", "llama")
-@pytest.mark.parametrize("build", [calls, gpt, lambda: gpt(0.1), bert, llama])
+@pytest.mark.parametrize(
+    "build", [calls, writes, writes_under_views, gpt, lambda: gpt(0.1), bert, llama]
+)
 def test_same_as_torchs_decomposition(build: Callable[[], Example]) -> None:
     program = exported(build())
     graph = written_functionally(program)
@@ -69,9 +108,28 @@ def test_same_as_torchs_decomposition(build: Callable[[], Example]) -> None:
     assert lines(graph) == lines(program.run_decompositions({}).graph)
 
 
-class Adds(nn.Module):
+class WritesInput(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x.clone().add_(1)
+        return x.add_(1) * 2
+
+
+class WritesChunk(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * 2
+        h.chunk(2, -1)[0].add_(1)
+        return h
+
+
+class Draws(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.empty_like(x).uniform_()
+
+
+class OtherType(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        h = (x * 2).to(torch.float16)
+        h *= x  # of float32: the product has another type than h
+        return h
 
 
 class Region(nn.Module):
@@ -86,9 +144,14 @@ class Mean(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "model", [Adds(), nn.Sequential(nn.BatchNorm1d(4)), Region(), Mean()], ids=lambda m: str(m)[:6]
-)
+    "model",
+    [
+        WritesInput(), WritesChunk(), Draws(), OtherType(), nn.Sequential(nn.BatchNorm1d(4)),
+        Region(), Mean(),
+    ],
+    ids=lambda m: type(m).__name__,
+)  # fmt: skip
 def test_left_to_torch(model: nn.Module) -> None:
-    """Writes, regions, and an input by the name of a call."""
+    """Writes that are not followed, regions, and an input by the name of a call."""
     count = 2 if isinstance(model, Mean) else 1
     assert written_functionally(exported((model, (torch.randn(4, 4),) * count, {}))) is None

@@ -2,12 +2,15 @@
 
     y = aten.reshape(x, [4, -1])      ->    y = aten.view(x, [4, -1])
     z = aten.to(y, torch.float32)     ->    y in the place of z, where y is of float32
+    aten.add_(y, 1)                   ->    w = aten.add(y, 1), in the place of y from here on
 
 torch's `run_decompositions({})` does that by tracing the whole graph again, which takes longer than
-the export did. Most exported graphs write into nothing, and then each call stands for itself: what
-it becomes depends on its operator, its constants and the shapes, strides, dtypes and devices of its
-operands alone. So every distinct call that changes is decomposed once, all of them in one small
-program, and its copies take what came of it. Nodes get the names that torch would have given them.
+the export did. But each call stands for itself: what it becomes depends on its operator, its
+constants and the shapes, strides, dtypes and devices of its operands alone. So every distinct call
+that changes is decomposed once, all of them in one small program, and its copies take what came of
+it. A write into what the graph has made is followed through all views of it, as torch's
+functionalization does (torch/csrc FunctionalStorageImpl: a base, and views that are taken again).
+Nodes get the names that torch would have given them.
 
 export.py calls `written_functionally`, and torch's decomposition where that returns None.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +39,9 @@ _SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _NotAlone(Exception):
-    """A call that does not stand for itself: it writes, or a size depends on the data."""
+    """A call that does not stand for itself: it writes into what the graph was given, or in a way
+    that is not followed here, or a size depends on the data.
+    """
 
 
 class _Decomposed(NamedTuple):
@@ -49,8 +55,8 @@ class _Decomposed(NamedTuple):
 
 
 def written_functionally(exported: ExportedProgram) -> fx.Graph | None:
-    """Return the graph that `exported.run_decompositions({})` has; None for a graph with writes,
-    regions, custom operators, or sizes that depend on the data.
+    """Return the graph that `exported.run_decompositions({})` has; None for a graph with regions,
+    custom operators, writes into what it was given, or sizes that depend on the data.
     """
     kinds = {entry.kind for entry in exported.graph_signature.output_specs}
     if kinds != {OutputKind.USER_OUTPUT}:
@@ -59,13 +65,14 @@ def written_functionally(exported: ExportedProgram) -> fx.Graph | None:
         distinct: dict[Any, fx.Node] = {}
         keys: dict[fx.Node, Any] = {}
         for node in exported.graph.nodes:
-            if _writes(node):
+            if _is_decomposed(node):
                 keys[node] = _key(node)
                 distinct.setdefault(keys[node], node)
         decomposed = dict(zip(distinct, _decompose(list(distinct.values())), strict=True))
+        calls = {node: decomposed[key] for node, key in keys.items()}
+        graph = _Writer(exported.graph, calls).graph
     except _NotAlone:
         return None
-    graph = _Writer(exported.graph, {node: decomposed[key] for node, key in keys.items()}).graph
     names = {node.name for node in exported.graph.find_nodes(op="placeholder")}
     if any(node.name in names for node in graph.nodes):
         return None  # torch gives such a node a name of its own
@@ -80,17 +87,20 @@ def _placeholders(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]
     return list(zip(*pairs, strict=True))
 
 
-def _writes(node: fx.Node) -> bool:
-    """Whether decomposition puts something else in the place of this call: of a composite operator
-    that may return its operand or a view of it. Raises _NotAlone.
+def _is_decomposed(node: fx.Node) -> bool:
+    """Whether decomposition puts something else in the place of this call, whatever was written
+    before: of a composite operator that may return its operand or a view of it. Raises _NotAlone.
     """
     if node.op in ("placeholder", "output") or node.target is operator.getitem:
         return False
     if node.op == "get_attr" and not node.users:  # of a region that was inlined
         return False
     op = node.target
-    if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
+    if not isinstance(op, OpOverload) or op.namespace not in ("aten", "autopar"):
         raise _NotAlone
+    if op._schema.is_mutable:
+        _without_write(op)
+        return False
     leaves = pytree.tree_leaves(node.meta.get("val"))
     sizes = [size for x in leaves for size in (x.shape if isinstance(x, torch.Tensor) else (x,))]
     if any(isinstance(size, _SYMBOLS) for size in sizes):
@@ -178,24 +188,85 @@ def _between(graph: fx.Graph, operands: list[fx.Node], results: list[Any]) -> li
     return [node for node in graph.nodes if node in reached]
 
 
+# -- writes ----------------------------------------------------------------------------------------
+def _without_write(op: OpOverload) -> OpOverload:
+    """Return the operator that computes what `op` writes into its first operand. Raises _NotAlone
+    where it has none, draws numbers, or changes a shape in place.
+    """
+    name, overload = op._schema.name.removeprefix("aten::"), op._overloadname
+    written = [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+    functional = getattr(getattr(aten, name.removesuffix("_"), None), overload, None)
+    if (
+        op.namespace != "aten"
+        or not name.endswith("_")
+        or functional is None
+        or written != [True, *[False] * (len(written) - 1)]
+        or {torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view} & {*op.tags}
+        or any(has_kernel(each, "CompositeImplicitAutograd") for each in (op, functional))
+    ):
+        raise _NotAlone
+    assert isinstance(functional, OpOverload)
+    return functional
+
+
+@dataclass(eq=False)
+class _Storage:
+    """The memory of a tensor and its views: the node that is its latest content, how often it was
+    written, and whether it is an input of the graph.
+    """
+
+    base: fx.Node
+    writes: int
+    is_input: bool
+
+
+class _View(NamedTuple):
+    """A view that was taken of a tensor: the call without its first operand, its node's meta, and
+    the place among its results where it has several.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    meta: dict[str, Any]
+    place: int | None = None
+
+
+@dataclass(eq=False)
+class _Tensor:
+    """A tensor of the old graph: its node in the new one after so many writes into its storage, and
+    the views that lead to it from the storage's base.
+    """
+
+    node: fx.Node
+    storage: _Storage
+    views: tuple[_View, ...] = ()
+    writes: int = 0
+
+
+_SCATTERS = {aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default}  # fmt: skip
+
+
 class _Writer:
     """Writes a graph anew, in the order and with the names of a trace of it: of a call with several
-    results, each is taken at once.
+    results, each is taken at once. Raises _NotAlone.
     """
 
     def __init__(self, old: fx.Graph, decomposed: dict[fx.Node, _Decomposed]) -> None:
         self.graph = fx.Graph()
-        values: dict[fx.Node, Any] = {}  # a node, or one of each result
+        values: dict[fx.Node, Any] = {}  # a tensor or another value, or one of each result
         for number, node in enumerate(old.find_nodes(op="placeholder")):
-            values[node] = self.graph.placeholder(f"arg{number}_1")
-            values[node].meta = dict(node.meta)
+            placeholder = self.graph.placeholder(f"arg{number}_1")
+            placeholder.meta = dict(node.meta)
+            values[node] = _Tensor(placeholder, _Storage(placeholder, 0, is_input=True))
         for node in old.nodes:
             if node in decomposed:
                 values[node] = self._take(node, decomposed[node], values)
             elif node.op == "call_function":
                 values[node] = self._copy(node, values, node.meta)
             elif node.op == "output":
-                self.graph.output(fx.map_arg(node.args[0], values.__getitem__))
+                self.graph.output(fx.map_arg(node.args[0], lambda n: self._latest(values[n])))
                 self.graph.output_node().meta = dict(node.meta)
 
     def _take(self, node: fx.Node, known: _Decomposed, values: dict[fx.Node, Any]) -> Any:
@@ -207,21 +278,87 @@ class _Writer:
         return fx.map_arg(known.results, own.__getitem__)
 
     def _copy(self, node: fx.Node, values: dict[fx.Node, Any], meta: dict[str, Any]) -> Any:
-        """Write one call; return its node, or those of its results."""
+        """Write one call; return its result, or each of several."""
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return values[source][node.args[1]]
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        copy = self._call(_target(node), args, kwargs, meta)
-        if not isinstance(meta.get("val"), list | tuple):
-            return copy
+        operands = {source: self._latest(values[source]) for source in node.all_input_nodes}
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+        op: Any = node.target
+        if op._schema.is_mutable:
+            written = values[node.all_input_nodes[0]]
+            self._write(written, _without_write(op), args, kwargs, meta)
+            return written
+        results = self._results(op, args, kwargs, meta)
+        if not op._schema.arguments or op._schema.arguments[0].alias_info is None:
+            tensors = [_Tensor(result, _Storage(result, 0, is_input=False)) for result in results]
+        else:
+            source = values[node.all_input_nodes[0]]
+            view = _View(op, args[1:], kwargs, meta)
+            tensors = [
+                _Tensor(result, source.storage, (*source.views, view._replace(place=place)))
+                for place, result in enumerate(results)
+            ]
+        return tensors if isinstance(meta.get("val"), list | tuple) else tensors[0]
+
+    def _results(self, op: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> list[fx.Node]:
+        """Write one call that writes into nothing; return the nodes of all its results."""
+        call, values = self._call(op, args, kwargs, meta), meta.get("val")
+        if not isinstance(values, list | tuple):
+            return [call]
         return [
-            self._call(operator.getitem, (copy, place), {}, {**meta, "val": value})
-            for place, value in enumerate(meta["val"])
+            self._call(operator.getitem, (call, place), {}, {**meta, "val": value})
+            for place, value in enumerate(values)
         ]
+
+    def _latest(self, tensor: _Tensor) -> fx.Node:
+        """Return the node of a tensor after all writes into its storage."""
+        if tensor.writes < tensor.storage.writes:
+            tensor.node, tensor.writes = tensor.storage.base, tensor.storage.writes
+            for view in tensor.views:
+                tensor.node = self._view(view, tensor.node)
+        return tensor.node
+
+    def _write(
+        self, tensor: _Tensor, op: OpOverload, args: Any, kwargs: Any, meta: dict[str, Any]
+    ) -> None:
+        """Write the call of `op` that makes the new content of a tensor, and the new base."""
+        storage = tensor.storage
+        if storage.is_input:
+            raise _NotAlone
+        old, new = meta["val"], _computed(op, args, kwargs)
+        same_strides = bool(tensor.views) or new.stride() == old.stride()
+        if new.dtype != old.dtype or new.shape != old.shape or not same_strides:
+            raise _NotAlone
+        content = self._call(op, args, kwargs, {**meta, "val": new})
+        bases = [storage.base] if tensor.views else []
+        for view in tensor.views[:-1]:
+            bases.append(self._view(view, bases[-1]))
+        for view, base in zip(reversed(tensor.views), reversed(bases), strict=True):
+            if view.target not in _SCATTERS:
+                raise _NotAlone
+            scattered = {**meta, "val": base.meta["val"]}
+            content = self._call(
+                _SCATTERS[view.target], (base, content, *view.args), view.kwargs, scattered
+            )
+        storage.base, storage.writes = content, storage.writes + 1
+        self._latest(tensor)
+
+    def _view(self, view: _View, of: fx.Node) -> fx.Node:
+        """Take a view of another content of the same base."""
+        results = self._results(view.target, (of, *view.args), view.kwargs, view.meta)
+        return results[view.place or 0]
 
     def _call(self, target: Any, args: Any, kwargs: Any, meta: dict[str, Any]) -> fx.Node:
         name = name_of_calls(self.graph, target)
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         node.meta = dict(meta)
         return node
+
+
+def _computed(op: OpOverload, args: Any, kwargs: Any) -> torch.Tensor:
+    """Return what an operator computes of these nodes, as a fake tensor."""
+    args, kwargs = fx.map_arg((args, kwargs), lambda node: node.meta["val"])
+    result = op(*args, **kwargs)
+    assert isinstance(result, FakeTensor)
+    return result
