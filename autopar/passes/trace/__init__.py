@@ -96,15 +96,15 @@ def trace(
     if known is not None:
         return known
     record, reads, derivatives = Record(model), AttributeReads(model), DerivativeCalls()
-    found = captured_before(model, args, kwargs, record, reads)
-    if found is None:
+    earlier = captured_before(model, args, kwargs, record, reads)
+    if earlier is None:
         record, reads = Record(model), AttributeReads(model)
         written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))
         export = exported_with_derivatives if derivatives.taken else exported_anew
         capture_of_call = capture(model, args, kwargs, export)
         once = ExportedOnce(capture_of_call.exported, capture_of_call.inputs, written)
     else:
-        capture_of_call, once = found
+        capture_of_call, once = earlier
     exported, originals = capture_of_call.captured, capture_of_call.originals
     graph = exported.graph
     _give_lasting_names(graph)

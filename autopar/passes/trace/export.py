@@ -132,7 +132,7 @@ def capture(
 
 def exported_anew(model: nn.Module, fakes: StandIns) -> ExportedProgram:
     """Return what torch exports, with regions without gradients inlined and casts made explicit."""
-    with watched(model):
+    with watch_forward(model):
         exported = torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
     return _inlined(exported)
 
@@ -148,7 +148,9 @@ def exported_with_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProg
     before = snapshot(model)
     try:
         with fakes.mode, exporting():
-            below = graph_below_autograd(model, fakes.args, fakes.kwargs, partial(watched, model))
+            below = graph_below_autograd(
+                model, fakes.args, fakes.kwargs, partial(watch_forward, model)
+            )
     finally:
         before.restore()
     for node in below.module.graph.nodes:
@@ -164,7 +166,7 @@ def exported_with_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProg
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[None]:
+def watch_forward(model: nn.Module) -> Iterator[None]:
     """Record a forward's regions without gradients, and refuse the hooks that it registers."""
     watch = Watch(model)
     with watch.saved(), _DetachWithoutGrad(), _no_packing(model), watch:

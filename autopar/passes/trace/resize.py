@@ -37,7 +37,7 @@ from autopar._compat import (
     without_modes,
 )
 from autopar.ir.graph import copy_graph
-from autopar.passes.trace.export import StandIns, fake_of, watched
+from autopar.passes.trace.export import StandIns, fake_of, watch_forward
 
 aten = torch.ops.aten
 
@@ -248,7 +248,7 @@ def _calls_of(
     """Call the model; return its operators and what it returns, tensors by their names."""
     calls = OperatorCalls(inputs)
     with ExitStack() as stack:
-        for context in (fakes.mode, exporting(), watched(model), calls, *recorders):
+        for context in (fakes.mode, exporting(), watch_forward(model), calls, *recorders):
             stack.enter_context(context)
         result = model(*fakes.args, **fakes.kwargs)
     leaves, structure = pytree.tree_flatten(result)
