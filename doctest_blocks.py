@@ -23,4 +23,4 @@ class DoctestBlocks(griffe.Extension):
 
 def fenced(text: str) -> str:
     """Return a docstring with a fence around each example, up to the next empty line."""
-    return _EXAMPLE.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", text)
+    return _EXAMPLE.sub(lambda match: f"{match[1]}```pycon\n{match[0]}\n{match[1]}```", text)

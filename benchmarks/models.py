@@ -11,100 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from autopar.tools.targets import Llama, Sizes
 from examples.gpt import GPT, Config, small_weights
 
 
-class RotaryAttention(nn.Module):
-    """Causal attention of (batch, sequence, width) with rotary positions and grouped queries."""
-
-    def __init__(self, width: int, heads: int, groups: int) -> None:
-        super().__init__()
-        self.size = width // heads
-        self.query = nn.Linear(width, width, bias=False)
-        self.key = nn.Linear(width, groups * self.size, bias=False)
-        self.value = nn.Linear(width, groups * self.size, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """`cosine` and `sine`: (sequence, head size)."""
-        query, key, value = (self.split_heads(f(x)) for f in (self.query, self.key, self.value))
-        query, key = (turned(t, cosine, sine) for t in (query, key))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-    def split_heads(self, x: Tensor) -> Tensor:
-        """(batch, sequence, heads · size) to (batch, heads, sequence, size)."""
-        return x.unflatten(-1, (-1, self.size)).transpose(1, 2)
-
-
-def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Each head's halves turned by the angle of the position."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cosine + torch.cat((-second, first), dim=-1) * sine
-
-
-class GatedMlp(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
-
-    def __init__(self, width: int, inner: int) -> None:
-        super().__init__()
-        self.gate = nn.Linear(width, inner, bias=False)
-        self.up = nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class LlamaBlock(nn.Module):
-    """One pre-norm layer."""
-
-    def __init__(self, width: int, heads: int, groups: int, inner: int) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
-        self.attention = RotaryAttention(width, heads, groups)
-        self.mlp_norm = nn.RMSNorm(width, eps=1e-5)
-        self.mlp = GatedMlp(width, inner)
-
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cosine, sine)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Llama(nn.Module):
-    """`model(tokens, targets)` is the mean cross-entropy in nats."""
-
-    def __init__(
-        self,
-        vocabulary: int,
-        context: int,
-        width: int,
-        heads: int,
-        groups: int,
-        inner: int,
-        layers: int,
-    ) -> None:
-        super().__init__()
-        self.groups = groups
-        self.token = nn.Embedding(vocabulary, width)
-        blocks = (LlamaBlock(width, heads, groups, inner) for _ in range(layers))
-        self.blocks = nn.ModuleList(blocks)
-        self.norm = nn.RMSNorm(width, eps=1e-5)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        size = width // heads
-        rates = 10000.0 ** -(torch.arange(0, size, 2) / size)
-        angles = torch.outer(torch.arange(context), rates).repeat(1, 2)
-        self.register_buffer("cosine", angles.cos())
-        self.register_buffer("sine", angles.sin())
-        self.apply(small_weights)
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """`tokens` and `targets` are int64 (batch, context)."""
-        x = self.token(tokens)
-        for block in self.blocks:
-            x = block(x, self.cosine, self.sine)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+def llama(
+    vocabulary: int, context: int, width: int, heads: int, key_heads: int, inner: int, layers: int
+) -> Llama:
+    """Return a Llama of the command line with weights as GPT-2 draws them."""
+    sizes = Sizes("llama", layers, width, heads, vocabulary, context, key_heads, inner)
+    model = Llama(sizes)
+    model.apply(small_weights)
+    return model
 
 
 class Experts(nn.Module):
@@ -137,7 +55,7 @@ def mixture_of_experts(
     vocabulary: int, context: int, width: int, heads: int, inner: int, layers: int, experts: int
 ) -> Llama:
     """Return a Llama whose every MLP is of experts."""
-    model = Llama(vocabulary, context, width, heads, heads, inner, layers)
+    model = llama(vocabulary, context, width, heads, heads, inner, layers)
     for block in model.blocks:
         block.mlp = Experts(width, inner, experts)
         block.apply(small_weights)
@@ -184,7 +102,7 @@ SUBJECTS = {
         8, 16, 1024, "27 M parameters, 128 tokens: weights outweigh activations",
     ),
     "llama": Subject(
-        lambda: Llama(32768, 128, 256, 8, 4, 704, 2),
+        lambda: llama(32768, 128, 256, 8, 4, 704, 2),
         8, 128, 32768, "18 M parameters, of which 17 M in a vocabulary of 32,768",
     ),
     "long": Subject(
@@ -200,7 +118,7 @@ SUBJECTS = {
         48, 128, 1024, "37 M parameters, of which 34 M are 8 experts a layer; 6144 tokens",
     ),
     "context": Subject(
-        lambda: Llama(1024, 8192, 256, 8, 1, 704, 2),
+        lambda: llama(1024, 8192, 256, 8, 1, 704, 2),
         1, 8192, 1024, "2 M parameters, one sequence of 8192 tokens, one head of keys and values",
     ),
 }  # fmt: skip

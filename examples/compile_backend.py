@@ -48,11 +48,11 @@ def main() -> None:
     torch.manual_seed(0)  # the same parameters on every rank
     model = GPT(SMALL)
     alone = copy.deepcopy(model)
-    found = train(model, torch.compile(model, backend="autopar"))
+    losses = train(model, torch.compile(model, backend="autopar"))
     expected = train(alone, alone)
     if dist.get_rank() == 0:
-        for step, (ours, one) in enumerate(zip(found, expected, strict=True), start=1):
-            print(f"step {step:2}   {dist.get_world_size()} ranks {ours:.6f}   one {one:.6f}")
+        for step, (ours, reference) in enumerate(zip(losses, expected, strict=True), start=1):
+            print(f"step {step:2}   {dist.get_world_size()} ranks {ours:.6f}   one {reference:.6f}")
         print(f"head.weight is {tuple(model.head.weight.shape)} here, whole on each rank")
     dist.destroy_process_group()
 

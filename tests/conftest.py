@@ -76,5 +76,5 @@ def _unit(item: pytest.Item) -> str:
     test.
     """
     fixtures = item._fixtureinfo.name2fixturedefs.values()  # type: ignore[attr-defined]
-    shared = any(found[-1].scope == "module" for found in fixtures)
+    shared = any(definitions[-1].scope == "module" for definitions in fixtures)
     return item.nodeid.split("::")[0] if shared else item.nodeid

@@ -45,9 +45,9 @@ def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
 @covers("AdaptiveOutput")
 def test_what_an_adaptive_softmax_returns() -> None:
     softmax = torch.nn.AdaptiveLogSoftmaxWithLoss(4, 8, [2])
-    found = softmax(torch.ones(3, 4), torch.arange(3))
-    assert type(found) is _compat.AdaptiveOutput
-    assert found._fields == ("output", "loss")
+    result = softmax(torch.ones(3, 4), torch.arange(3))
+    assert type(result) is _compat.AdaptiveOutput
+    assert result._fields == ("output", "loss")
 
 
 @covers("pipeline_actions")
@@ -125,10 +125,10 @@ def test_a_dispatch_mode_sees_every_op() -> None:
 @covers("pytree")
 def test_trees_are_flattened_with_paths_and_put_together_again() -> None:
     tree = {"a": [1, (2, None)], "b": 3}
-    leaves, spec = _compat.pytree.tree_flatten(tree)
-    assert leaves == [1, 2, None, 3] and _compat.pytree.tree_unflatten(leaves, spec) == tree
-    assert spec == _compat.pytree.tree_structure(tree)
-    assert spec != _compat.pytree.tree_structure({"a": [1, 2], "b": 3})
+    leaves, structure = _compat.pytree.tree_flatten(tree)
+    assert leaves == [1, 2, None, 3] and _compat.pytree.tree_unflatten(leaves, structure) == tree
+    assert structure == _compat.pytree.tree_structure(tree)
+    assert structure != _compat.pytree.tree_structure({"a": [1, 2], "b": 3})
     paths = [
         _compat.pytree.keystr(path) for path, _ in _compat.pytree.tree_flatten_with_path(tree)[0]
     ]
@@ -203,10 +203,10 @@ def test_complex_numbers_are_gathered(group: dist.ProcessGroup, conjugated: bool
 @covers("forget_groups")
 def test_a_mesh_lets_go_of_its_groups(group: dist.ProcessGroup) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("x",))
-    held = getattr(mesh, "_pg_registry", None)
-    assert held is None or held, "a mesh holds its groups somewhere else now"
+    groups = getattr(mesh, "_pg_registry", None)
+    assert groups is None or groups, "a mesh holds its groups somewhere else now"
     _compat.forget_groups(mesh)
-    assert not held
+    assert not groups
 
 
 @covers("forget_default_groups")
@@ -234,14 +234,14 @@ def test_wait_tensor_waits_for_work_that_we_started(group: dist.ProcessGroup) ->
 @pytest.mark.slow
 def test_private_names_of_torch_are_used_nowhere_else() -> None:
     """Attributes and imports of torch that start with one underscore; operators apart."""
-    found = []
+    offenders = []
     folder = Path(_compat.__file__).parent
     for path in sorted(folder.parent.rglob("*.py")):
         if folder not in path.parents:
-            found += [
+            offenders += [
                 f"{path.name}: {name}" for name in _private_names(ast.parse(path.read_text()))
             ]
-    assert not found
+    assert not offenders
 
 
 def _private_names(tree: ast.AST) -> Iterator[str]:
@@ -447,17 +447,17 @@ def test_dynamo_says_where_it_takes_inputs_from() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner[0](x)
 
-    found: list[list[str]] = []
+    sources: list[list[str]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
-        found.append(_compat.dynamo_sources(graph.graph))
+        sources.append(_compat.dynamo_sources(graph.graph))
         return graph.forward
 
     torch.compile(Model(), backend=backend)(torch.ones(3, 2))
     inner = "L['self']._modules['inner']._modules['0']"
-    assert f"{inner}._parameters['weight']" in found[0]
-    assert f"{inner}._buffers['running_mean']" in found[0]
-    assert any("x" in name for name in found[0] if "self" not in name)
+    assert f"{inner}._parameters['weight']" in sources[0]
+    assert f"{inner}._buffers['running_mean']" in sources[0]
+    assert any("x" in name for name in sources[0] if "self" not in name)
 
 
 def checkpointed_module(first: Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]) -> Any:
@@ -513,8 +513,8 @@ def test_attention_draws_where_it_drops() -> None:
     x = graph.placeholder("x")
     rates = [((x, x, x), {}), ((x, x, x, 0.0), {}), ((x, x, x, 0.1), {})]
     rates += [((x, x, x), {"dropout_p": 0.0}), ((x, x, x), {"dropout_p": 0.1})]
-    found = [compiling._draws(graph.call_function(op, *given)) for given in rates]
-    assert found == [False, False, True, False, True]
+    draws = [compiling._draws(graph.call_function(op, *rate)) for rate in rates]
+    assert draws == [False, False, True, False, True]
 
 
 @covers("takes_a_list")
@@ -549,8 +549,8 @@ def test_inductor_compiles_one_graph() -> None:
         product.meta["val"] = x.meta["val"] = example
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     run = _compat.compile_in_order(module, [example], backward=False)
-    (found,) = run([2 * torch.eye(2)])
-    torch.testing.assert_close(found, 4 * torch.eye(2))
+    (result,) = run([2 * torch.eye(2)])
+    torch.testing.assert_close(result, 4 * torch.eye(2))
 
 
 @pytest.mark.slow
@@ -587,9 +587,9 @@ def test_an_op_may_record_gradients_within() -> None:
     def slope(x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
         with _compat.recording_again():
-            (found,) = torch.autograd.grad((x**3).sum(), x)
+            (derivative,) = torch.autograd.grad((x**3).sum(), x)
         assert not (x * 2).requires_grad  # off again
-        return found
+        return derivative
 
     slope.register_autograd(lambda ctx, gradient: gradient)
     assert torch.equal(slope(torch.ones(2, requires_grad=True)), torch.full((2,), 3.0))
@@ -646,10 +646,10 @@ def test_each_tensor_takes_another_one_in_place() -> None:
 
 @covers("exporting")
 def test_code_sees_that_it_is_exported() -> None:
-    asked = torch.compiler.is_exporting, torch.compiler.is_compiling
+    questions = torch.compiler.is_exporting, torch.compiler.is_compiling
     with _compat.exporting():
-        assert all(ask() for ask in asked)
-    assert not any(ask() for ask in asked)
+        assert all(ask() for ask in questions)
+    assert not any(ask() for ask in questions)
 
 
 @covers("version_of", "versions_of", "are_trained")

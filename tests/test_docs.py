@@ -39,15 +39,15 @@ class Block(NamedTuple):
 
 def blocks(text: str) -> list[Block]:
     fences = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    found, after = [], 0
+    collected, after = [], 0
     for fence in fences.finditer(text):
         kind, body = fence.groups()
         if kind == "python":
-            found.append(Block(body, None))
-        elif kind == "text" and found and says_it_prints(text[after : fence.start()]):
-            found[-1] = found[-1]._replace(printed=body)
+            collected.append(Block(body, None))
+        elif kind == "text" and collected and says_it_prints(text[after : fence.start()]):
+            collected[-1] = collected[-1]._replace(printed=body)
         after = fence.end()
-    return found
+    return collected
 
 
 def says_it_prints(between: str) -> bool:

@@ -158,22 +158,32 @@ class LlamaAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class GatedMlp(nn.Module):
+    """The feed-forward net of Llama, on (batch, sequence, width): down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class LlamaBlock(nn.Module):
-    """One pre-norm layer of Llama, with a gated feed-forward net."""
+    """One pre-norm layer of Llama."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(sizes.width, eps=1e-5)
         self.attention = LlamaAttention(sizes)
         self.mlp_norm = nn.RMSNorm(sizes.width, eps=1e-5)
-        self.gate = nn.Linear(sizes.width, sizes.inner, bias=False)
-        self.up = nn.Linear(sizes.width, sizes.inner, bias=False)
-        self.down = nn.Linear(sizes.inner, sizes.width, bias=False)
+        self.mlp = GatedMlp(sizes.width, sizes.inner)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
-        y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Llama(nn.Module):

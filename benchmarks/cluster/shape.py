@@ -61,10 +61,10 @@ def read_rate(text: str) -> float | None:
     """
     if text == "unlimited":
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", text.lower())
-    if not found:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", text.lower())
+    if not match:
         raise ValueError(f"rate {text!r}: write it as 400mbit, 2gbit or unlimited")
-    return float(found[1]) * _UNITS[found[2]]
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def rate_text(rate: float | None) -> str:
@@ -80,10 +80,10 @@ def rate_text(rate: float | None) -> str:
 
 def read_shape(text: str) -> tuple[int, int]:
     """(nodes, ranks a node) from "2x2". Raises ValueError."""
-    found = re.fullmatch(r"(\d+)[x×](\d+)", text)
-    if not found:
+    match = re.fullmatch(r"(\d+)[x×](\d+)", text)
+    if not match:
         raise ValueError(f"shape {text!r}: write nodes x ranks a node, as 2x2")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
 def read_shapes(text: str, rates: Iterable[str]) -> list[Shape]:
@@ -116,11 +116,11 @@ def owner(pid: int | None = None) -> str:
 
 def is_stale(namespace: str) -> bool:
     """Whether a namespace is one of ours and the process that made it is gone."""
-    found = re.fullmatch(rf"({PREFIX}-(\d+)-\d+)-(?:switch|node\d+)", namespace)
-    if not found:
+    match = re.fullmatch(rf"({PREFIX}-(\d+)-\d+)-(?:switch|node\d+)", namespace)
+    if not match:
         return False
     try:
-        return owner(int(found[2])) != found[1]
+        return owner(int(match[2])) != match[1]
     except (FileNotFoundError, ProcessLookupError):
         return True
 

@@ -109,19 +109,19 @@ def unseen(count: int, sizes: Sequence[int], seed: int) -> list[Case]:
     a fifth away from any size that is measured.
     """
     rng = np.random.default_rng(seed)
-    found: dict[Case, None] = {}
+    new_cases: dict[Case, None] = {}
     known = patterns(count)
-    while len(found) < UNSEEN:
+    while len(new_cases) < UNSEEN:
         whole = int(math.exp(rng.uniform(math.log(sizes[0]), math.log(sizes[-1]))))
         if min(abs(math.log(whole / size)) for size in sizes) > math.log(1.2):
-            kind = KINDS[len(found) % len(KINDS)]
-            found[Case(kind, known[rng.integers(len(known))], True, whole)] = None
-    return list(found)
+            kind = KINDS[len(new_cases) % len(KINDS)]
+            new_cases[Case(kind, known[rng.integers(len(known))], True, whole)] = None
+    return list(new_cases)
 
 
 def without(world: World, pattern: Pattern) -> World:
     """What the calibration would have found, had the pattern not been measured."""
-    known = [one for one in world.measured if one.pattern != pattern]
+    known = [measured for measured in world.measured if measured.pattern != pattern]
     return fit_world(replace(World.detect(), device=world.device), known)
 
 
@@ -136,7 +136,9 @@ def show(world: World, drawn: Sequence[Case], strange: set[int], measured: Times
         known = (
             without(world, case.pattern) if number in strange else replace(world, contention=0.0)
         )
-        expected = min(way.seconds(size) for way in flat_algorithms(known, case.kind, case.pattern))
+        expected = min(
+            algorithm.seconds(size) for algorithm in flat_algorithms(known, case.kind, case.pattern)
+        )
         errors[number in strange].append(abs(expected / took - 1))
         groups = ".".join(f"{count}@{stride}" for count, stride in case.pattern)
         print(
@@ -173,7 +175,7 @@ def attended_seconds(
 ) -> list[tuple[Attends, bool, float, float]]:
     """(shape, backward, predicted, measured) of what is unseen: medians over rounds and ranks."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = []
+    rows = []
     for shape in unseen_attention(device.type == "cuda", seed):
         for backward in (False, True):
             flops, run = attention(Attending(dtype, shape, backward), device)
@@ -181,8 +183,8 @@ def attended_seconds(
             took = [measure.shared_seconds(run, often, device) for _ in range(ROUNDS)]
             measured = float(np.median(ranks.all_of(took)))
             predicted = attention_seconds(flops, 0.0, shape, backward, dtype, known)
-            found.append((shape, backward, predicted, measured))
-    return found
+            rows.append((shape, backward, predicted, measured))
+    return rows
 
 
 def show_attention(attended: Sequence[tuple[Attends, bool, float, float]]) -> None:

@@ -29,7 +29,7 @@ m, k, n = symbols("m k n", positive=True)
 P, d1, d2, x, y, z, data, q, d = symbols("P d1 d2 x y z data q d", positive=True)
 on_m, on_n, on_k = symbols("on_m on_n on_k", positive=True)  # the three axes of 3D
 
-ZERO, ONE = Integer(0), Integer(1)
+ZERO, UNITY = Integer(0), Integer(1)
 
 
 def all_gather(whole: Expr, ranks: Expr) -> Expr:
@@ -63,8 +63,8 @@ class Words:
         return self.gather + self.reduce
 
     @property
-    def held(self) -> Expr:
-        """Forward and backward where gathered operands are kept: `gather` words more of memory."""
+    def saved(self) -> Expr:
+        """Forward and backward where gathered operands are saved: `gather` words more of memory."""
         return self.forward + self.backward
 
     @property
@@ -73,7 +73,7 @@ class Words:
 
         All of them are: dX needs W, dW needs X.
         """
-        return self.held + self.gather
+        return self.saved + self.gather
 
 
 def ddp() -> Words:
@@ -115,7 +115,7 @@ def megatron() -> Words:
 
     Source: Megatron-LM, arXiv 1909.08053, section 3 (its operators f and g).
     """
-    forward, backward = swapped_pair(m, by_k=ONE, by_n=P)
+    forward, backward = swapped_pair(m, by_k=UNITY, by_n=P)
     return Words(ZERO, forward, backward, stored=m * k + (m * n + k * n) / P)
 
 

@@ -225,9 +225,9 @@ def table(recorded: Row) -> Table:
         shown.add_column(name)
     for name in ("rows", "median", "least", "largest"):
         shown.add_column(name, justify="right")
-    for kind, found in ratios(recorded).items():
-        figures = statistics.median(found), min(found), max(found)
-        shown.add_row(*kind, str(len(found)), *(f"{figure:.2f}" for figure in figures))
+    for kind, kind_ratios in ratios(recorded).items():
+        figures = statistics.median(kind_ratios), min(kind_ratios), max(kind_ratios)
+        shown.add_row(*kind, str(len(kind_ratios)), *(f"{figure:.2f}" for figure in figures))
     return shown
 
 

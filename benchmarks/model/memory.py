@@ -88,11 +88,11 @@ CASES = (
 
 def hook(folder: Path) -> Path:
     """The allocator's hook, compiled."""
-    found = folder / "allocations.so"
+    library = folder / "allocations.so"
     source = Path(__file__).with_name("allocations.c")
-    flags = ("-O2", "-shared", "-fPIC", "-o", str(found), "-ldl", "-pthread")
+    flags = ("-O2", "-shared", "-fPIC", "-o", str(library), "-ldl", "-pthread")
     subprocess.run(["gcc", str(source), *flags], check=True)
-    return found
+    return library
 
 
 def counted(cases: Iterable[Case], alone: bool = False) -> Iterator[Counted]:
@@ -108,15 +108,15 @@ def counted(cases: Iterable[Case], alone: bool = False) -> Iterator[Counted]:
 
 
 def _on_ranks(ranks: int, cases: list[Case], folder: Path, alone: bool) -> list[Counted]:
-    given, out = folder / f"cases{ranks}.json", folder / f"counted{ranks}.jsonl"
-    given.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
+    cases_file, out = folder / f"cases{ranks}.json", folder / f"counted{ranks}.jsonl"
+    cases_file.write_text(json.dumps([asdict(case) for case in cases]), encoding="utf-8")
     out.unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     if not torch.cuda.is_available():
         env |= {"LD_PRELOAD": str(hook(folder)), "GLOO_SOCKET_IFNAME": "lo"}
     python = (sys.executable, "-W", "ignore")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    script = ("-m", "benchmarks.model.memory_ranks", str(given), str(out), str(ranks * alone))
+    script = ("-m", "benchmarks.model.memory_ranks", str(cases_file), str(out), str(ranks * alone))
     done = subprocess.run(
         [*python, *(() if alone else torchrun), *script],
         env=env, capture_output=True, text=True, timeout=TIMEOUT_S,
@@ -124,7 +124,9 @@ def _on_ranks(ranks: int, cases: list[Case], folder: Path, alone: bool) -> list[
     if done.returncode:
         raise RuntimeError(f"{ranks} ranks ended early:\n{done.stderr[-3000:]}")
     lines = out.read_text(encoding="utf-8").splitlines()
-    return [Counted(**{**one, "case": Case(**one["case"])}) for one in map(json.loads, lines)]
+    return [
+        Counted(**{**record, "case": Case(**record["case"])}) for record in map(json.loads, lines)
+    ]
 
 
 def is_good(counted: Counted) -> bool:

@@ -25,7 +25,7 @@ from autopar._compat import pytree
 from autopar.cost.memory import Recompute
 from autopar.planner.pipelines import memory_by_rank
 from autopar.world import ranks as running
-from benchmarks.models import Llama
+from benchmarks import models
 from examples.gpt import GPT, Config
 
 Sizes = dict[str, Any]  # of a configuration of transformers
@@ -66,7 +66,7 @@ class Counted:
     measured: float = 0.0
     limit: float = 0.0
     steady: float = 0.0
-    kept: float = 0.0  # parameters and optimizer, by the plan
+    state_bytes: float = 0.0  # parameters and optimizer, by the plan
     start: float = 0.0
     largest: float = 0.0  # of the parameters, whole
     refused: str = ""
@@ -103,7 +103,7 @@ def long() -> Example:
 
 
 def llama() -> Example:
-    return Llama(8192, 128, 256, 8, 4, 704, 4), _tokens(8192, 8, 128)
+    return models.llama(8192, 128, 256, 8, 4, 704, 4), _tokens(8192, 8, 128)
 
 
 def _labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
@@ -200,7 +200,7 @@ class Counter:
             for name in ("live_bytes", "peak_bytes", "lost_blocks"):
                 getattr(self.hook, name).restype = ctypes.c_long
 
-    def live(self) -> int:
+    def allocated_bytes(self) -> int:
         gc.collect()
         if self.hook is None:
             return torch.cuda.memory_allocated(self.device)
@@ -227,7 +227,7 @@ def count(case: Case, counter: Counter, folder: Path) -> Counted:
     _, inputs = MODELS[case.model]()
     inputs = pytree.tree_map(lambda x: x.to(counter.device), inputs)
     args, kwargs = (inputs, {}) if isinstance(inputs, tuple) else ((), inputs)
-    before = counter.live()
+    before = counter.allocated_bytes()
     counted = Counted(case)
     try:
         module = _started(case, inputs, counter, counted)
@@ -236,18 +236,18 @@ def count(case: Case, counter: Counter, folder: Path) -> Counted:
         return counted
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     for number in range(STEPS):
-        steady = counter.live() - before
+        steady = counter.allocated_bytes() - before
         counter.forget()
         if case.between and number:
             _between(module, optimizer, inputs, folder, number)
-        found = module(*args, **kwargs)
-        loss = _loss(found)
+        outputs = module(*args, **kwargs)
+        loss = _loss(outputs)
         try:
             loss.backward()
             optimizer.step()
         finally:
             optimizer.zero_grad()
-        del found, loss
+        del outputs, loss
         if number:
             counted.measured = max(counted.measured, counter.peak() - before)
             counted.steady = max(counted.steady, steady) if number > 1 else steady
@@ -275,7 +275,7 @@ def _started(case: Case, inputs: Any, counter: Counter, counted: Counted) -> nn.
     memory: Any = "auto"
     if case.limit is not None:
         counted.limit = memory = case.limit * _free(model, inputs, case.layout)
-    there = counter.live()
+    there = counter.allocated_bytes()
     counter.forget()
     module = autopar.parallelize(
         model,
@@ -295,7 +295,7 @@ def _started(case: Case, inputs: Any, counter: Counter, counted: Counted) -> nn.
         counted.stage = dist.get_rank() // plan.mesh.size
         memory_of = memory_by_rank(plan)[counted.stage]
     counted.planned, counted.parts = memory_of.peak, asdict(memory_of)
-    counted.kept = memory_of.parameters + memory_of.optimizer
+    counted.state_bytes = memory_of.parameters + memory_of.optimizer
     return module
 
 
@@ -307,15 +307,15 @@ def _layout(case: Case) -> str | autopar.Stages:
 
 def _free(model: nn.Module, inputs: Any, layout: str) -> float:
     """Bytes at the peak of a plan without a limit."""
-    found = 0.0
+    free_bytes = 0.0
     if not dist.get_rank():
         plan = autopar.plan(model, dist.get_world_size(), inputs, layout, recompute="none")
-        found = plan.peak_bytes
-    return running.from_rank_0(found)
+        free_bytes = plan.peak_bytes
+    return running.from_rank_0(free_bytes)
 
 
-def _loss(found: Any) -> torch.Tensor:
-    leaves = [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
+def _loss(outputs: Any) -> torch.Tensor:
+    leaves = [x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor)]
     return next(x for x in leaves if x.requires_grad and not x.dim())
 
 
@@ -347,9 +347,9 @@ def main() -> None:
             dist.all_gather_object(everywhere, own)
         if not dist.get_rank():
             with Path(out).open("a", encoding="utf-8") as file:
-                for stage in sorted({one["stage"] for one in everywhere}):
-                    own_ranks = [one for one in everywhere if one["stage"] == stage]
-                    most = max(own_ranks, key=lambda one: one["measured"])
+                for stage in sorted({record["stage"] for record in everywhere}):
+                    own_ranks = [record for record in everywhere if record["stage"] == stage]
+                    most = max(own_ranks, key=lambda record: record["measured"])
                     file.write(json.dumps(most) + "\n")
     dist.destroy_process_group()
 

@@ -76,9 +76,9 @@ BATCH = {EARLY: 1024, LATE: 8192}
 def _assumed(step: Step, batch: int) -> str:
     """The grid that was found, and how the step is run."""
     sizes = "·".join(f"{axis.name}{axis.size}" for axis in mesh_of(step.grid).axes if axis.size > 1)
-    kept = ", weights kept" if step.way.kept else ""
-    parts = f", {step.way.parts} parts" if step.way.parts > 1 else ""
-    return f"{sizes}, batch {batch}{parts}{kept}"
+    note = ", weights kept" if step.execution.saves_weights else ""
+    parts = f", {step.execution.microbatches} parts" if step.execution.microbatches > 1 else ""
+    return f"{sizes}, batch {batch}{parts}{note}"
 
 
 def _job(source: str, model: str, machine: Machine, ranks: int, each: bool = False) -> Job:
@@ -239,15 +239,15 @@ def atp_meshes() -> Iterator[Row]:
     formula = moved(Grid2D(2, 2)).layer
     for name in INTERCONNECTS:
         job = _Plain(name, ranks, 16, Sizes("gpt", 24, 4096, 32, 51200, SEQUENCE))
-        found = {}
+        seconds = {}
         for d1 in (16, 8, 4, 2):
             axes = [Axis("x", d1), Axis("y", ranks // d1)]
             meshes = [Mesh(tuple(axes)), Mesh(tuple(reversed(axes)))]
             computing = job.layer(Grid2D(d1, ranks // d1))
             for mesh, moving in zip(meshes, sums(formula, meshes, job), strict=True):  # type: ignore[arg-type]
-                found[mesh] = computing + sum(moving.values())
-        mesh = min(found, key=found.__getitem__)
-        gain = next(iter(found.values())) / found[mesh]
+                seconds[mesh] = computing + sum(moving.values())
+        mesh = min(seconds, key=seconds.__getitem__)
+        gain = next(iter(seconds.values())) / seconds[mesh]
         what = f"ATP, 16 ranks, {name}: best mesh over (16,1), ×"
         chosen = f"{mesh} best; h 4096, batch 16"
         why = "published for two interconnects of the authors', 1.37 and 1.64; this is another"
@@ -322,15 +322,15 @@ def cells(row: Row) -> tuple[str, ...]:
 HEADINGS = ("figure", "published", "modelled", "unit", "ratio", "assumed")
 
 
-def show(found: list[Row], console: Console) -> None:
+def show(compared: list[Row], console: Console) -> None:
     table = Table(*HEADINGS[:1], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in HEADINGS[1:]:
         table.add_column(heading, justify="left" if heading in ("unit", "assumed") else "right")
-    for row in found:
+    for row in compared:
         table.add_row(*cells(row))
     console.print(table)
     console.print(f"* misses by more than {MISS:.0%}:", highlight=False)
-    for row in found:
+    for row in compared:
         if row.misses:
             console.print(f"  {row.what}: {row.why or 'no reason found'}", highlight=False)
     console.print("published figures without a row:", highlight=False)
@@ -338,9 +338,9 @@ def show(found: list[Row], console: Console) -> None:
         console.print(f"  {what}: {why}", highlight=False)
 
 
-def markdown(found: list[Row]) -> str:
+def markdown(compared: list[Row]) -> str:
     """The table of docs/papers.md: without units, which the names of the figures have."""
-    lines = [HEADINGS, ("---", "--:", "--:", "---", "--:", "---"), *map(cells, found)]
+    lines = [HEADINGS, ("---", "--:", "--:", "---", "--:", "---"), *map(cells, compared)]
     unit = HEADINGS.index("unit")
     return "\n".join(f"| {' | '.join(line[:unit] + line[unit + 1 :])} |" for line in lines)
 
@@ -351,13 +351,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there as well")
     parser.add_argument("--markdown", action="store_true", help="the table as in docs/papers.md")
     options = parser.parse_args(arguments)
-    found = list(rows(options.only))
+    compared = list(rows(options.only))
     if options.markdown:
-        print(markdown(found))
+        print(markdown(compared))
     else:
-        show(found, Console())
+        show(compared, Console())
     if options.json:
-        entries = [asdict(row) | {"ratio": row.ratio, "misses": row.misses} for row in found]
+        entries = [asdict(row) | {"ratio": row.ratio, "misses": row.misses} for row in compared]
         options.json.write_text(json.dumps(entries, indent=1) + "\n")
 
 

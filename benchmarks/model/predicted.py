@@ -114,15 +114,17 @@ def levelled(groups: Sequence[Cell]) -> list[Cell]:
     they do in the middle over all rounds of all groups.
     """
     paces = [{what: _pace(group, what) for what in STEPS} for group in groups]
-    found = []
+    levelled_groups = []
     for group, pace in zip(groups, paces, strict=True):
         contestants = [dict(timed) for timed in group["contestants"]]
         for what in STEPS:
-            usual = statistics.median(itertools.chain.from_iterable(one[what] for one in paces))
+            usual = statistics.median(
+                itertools.chain.from_iterable(round_pace[what] for round_pace in paces)
+            )
             for timed in contestants:
                 timed[what] = [x * usual / there for x, there in zip(timed[what], pace[what])]
-        found.append({**group, "contestants": contestants})
-    return found
+        levelled_groups.append({**group, "contestants": contestants})
+    return levelled_groups
 
 
 def _pace(group: Cell, what: str) -> list[float]:
@@ -135,27 +137,27 @@ def _pace(group: Cell, what: str) -> list[float]:
 
 def drift(groups: Sequence[Cell]) -> float:
     """The largest over the smallest median of ddp among the groups: what is no layout's doing."""
-    found = [
+    medians = [
         cells.median(timed)
         for group in groups
         for timed in cells.standing(group)
         if timed["name"] == "autopar ddp"
     ]
-    return max(found) / min(found) if found else float("nan")
+    return max(medians) / min(medians) if medians else float("nan")
 
 
 # -- output ----------------------------------------------------------------------------------------
 def table(cell: Cell) -> Table:
-    found = Table("layout", title=cells.title(cell), title_justify="left")
+    shown = Table("layout", title=cells.title(cell), title_justify="left")
     for heading in ("modelled s", "measured s", "÷", "its graphs s", "measured s", "÷"):
-        found.add_column(heading, justify="right")
+        shown.add_column(heading, justify="right")
     both = zip(pairs(cell), graph_pairs(cell), strict=True)
     for step, graphs in sorted(both, key=lambda both: both[0].measured):
-        found.add_row(step.name, *_figures(step), *_figures(graphs))
+        shown.add_row(step.name, *_figures(step), *_figures(graphs))
     for timed in cell["contestants"]:
         if timed["reason"]:
-            found.add_row(timed["name"], "", "", timed["reason"])
-    return found
+            shown.add_row(timed["name"], "", "", timed["reason"])
+    return shown
 
 
 def _figures(pair: Pair) -> tuple[str, str, str]:
@@ -167,13 +169,13 @@ def summary(cell: Cell) -> dict[str, float]:
     """Median error and Kendall's tau, of steps as planned and of the graphs that run; auto's time
     over the fastest's, by steps of one round.
     """
-    found, graphs = pairs(cell), graph_pairs(cell)
-    fastest = min(found, key=lambda pair: pair.measured)
+    step_pairs, graphs = pairs(cell), graph_pairs(cell)
+    fastest = min(step_pairs, key=lambda pair: pair.measured)
     auto = next((t for t in cells.standing(cell) if t["name"] == "autopar auto"), None)
     return {
-        "layouts": len(found),
-        "median_error": statistics.median(pair.error for pair in found),
-        "kendall": kendall(found),
+        "layouts": len(step_pairs),
+        "median_error": statistics.median(pair.error for pair in step_pairs),
+        "kendall": kendall(step_pairs),
         "graphs_median_error": statistics.median(pair.error for pair in graphs),
         "graphs_kendall": kendall(graphs),
         "repeated": repeated(cell),
@@ -181,18 +183,18 @@ def summary(cell: Cell) -> dict[str, float]:
     }
 
 
-def sentence(found: dict[str, float], drifted: float) -> str:
+def sentence(figures: dict[str, float], drifted: float) -> str:
     def said(met: bool) -> str:
         return "met" if met else "[bold red]missed[/]"
 
-    error, tau, auto = (found[k] for k in ("median_error", "kendall", "auto_over_fastest"))
-    graphs = f"{found['graphs_median_error']:.1%} and {found['graphs_kendall']:.2f}"
+    error, tau, auto = (figures[k] for k in ("median_error", "kendall", "auto_over_fastest"))
+    graphs = f"{figures['graphs_median_error']:.1%} and {figures['graphs_kendall']:.2f}"
     return (
-        f"{found['layouts']} layouts: median error {error:.1%} (wanted {ERROR:.0%}: "
+        f"{figures['layouts']} layouts: median error {error:.1%} (wanted {ERROR:.0%}: "
         f"{said(error <= ERROR)}); Kendall {tau:.2f} (wanted {RANKS}: {said(tau >= RANKS)}); auto "
         f"{auto:.2f} × the fastest (wanted {NEAR}: {said(auto <= NEAR)}); of the graphs "
         f"that run, error and Kendall {graphs}; of every other measured step with the rest, "
-        f"Kendall {found['repeated']:.2f}; ddp differed by {drifted:.2f} × between groups"
+        f"Kendall {figures['repeated']:.2f}; ddp differed by {drifted:.2f} × between groups"
     )
 
 
@@ -241,10 +243,10 @@ def run(shape: Shape, options: argparse.Namespace, console: Console) -> None:
         )  # fmt: skip
         done.append(cells.measured(options.model, shape, settings))
     cell = joined(levelled(done))
-    found = {**summary(cell), "drift": drift(done)}
+    figures = {**summary(cell), "drift": drift(done)}
     command = "python -m benchmarks.model.predicted " + shlex.join(sys.argv[1:])
-    cells.keep(options.out / "results.json", {**cell, "groups": done, "summary": found}, command)
-    console.print(table(cell), sentence(found, found["drift"]), sep="\n")
+    cells.keep(options.out / "results.json", {**cell, "groups": done, "summary": figures}, command)
+    console.print(table(cell), sentence(figures, figures["drift"]), sep="\n")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -308,7 +308,7 @@ def errors(rated: Sequence[Rated]) -> dict[str, float]:
     """Return the mean and the median of |modelled / published - 1|, the mean with its sign, and
     the least tau of a source with enough rows.
     """
-    misses = [one.ratio - 1 for one in rated]
+    misses = [row.ratio - 1 for row in rated]
     taus = [tau for tau, count in taus_of(rated).values() if count >= MOST]
     return {
         "mean_absolute_error": statistics.fmean(map(abs, misses)),
@@ -321,8 +321,8 @@ def errors(rated: Sequence[Rated]) -> dict[str, float]:
 def taus_of(rated: Iterable[Rated]) -> dict[str, tuple[float, int]]:
     """Return Kendall's tau of tokens/s within each source, with its number of rows."""
     by_source: dict[str, list[Rated]] = defaultdict(list)
-    for one in rated:
-        by_source[one.run.source].append(one)
+    for row in rated:
+        by_source[row.run.source].append(row)
     return {
         source: (kendall([(o.run.published, o.modelled) for o in ones]), len(ones))
         for source, ones in by_source.items()
@@ -350,21 +350,21 @@ def table(rated: Iterable[Rated]) -> Table:
         shown.add_column(name)
     for name in ("published", "modelled", "ratio", "MFU", "modelled"):
         shown.add_column(name, justify="right")
-    for one in rated:
-        run = one.run
+    for row in rated:
+        run = row.run
         mfu = f"{run.mfu(run.published):.1%}"
-        figures = (one.why, "", mfu, "") if one.why else (
-            f"{one.modelled:,.0f}", f"{one.ratio:.2f}", mfu, f"{run.mfu(one.modelled):.1%}"
+        figures = (row.why, "", mfu, "") if row.why else (
+            f"{row.modelled:,.0f}", f"{row.ratio:.2f}", mfu, f"{run.mfu(row.modelled):.1%}"
         )  # fmt: skip
         what = f"{run.parts} × {run.micro}", run.recompute, f"{run.published:,.0f}"
         shown.add_row(run.model, f"{run.gpus} {run.gpu}", str(run.sequence), *what, *figures)
     return shown
 
 
-def _summary(rated: Sequence[Rated], found: dict[str, float]) -> str:
+def _summary(rated: Sequence[Rated], figures: dict[str, float]) -> str:
     lines = [
-        f"{len(rated)} rows: mean absolute error {found['mean_absolute_error']:.1%}, median "
-        f"{found['median_absolute_error']:.1%}, bias {found['bias']:+.1%}"
+        f"{len(rated)} rows: mean absolute error {figures['mean_absolute_error']:.1%}, median "
+        f"{figures['median_absolute_error']:.1%}, bias {figures['bias']:+.1%}"
     ]
     for source, (tau, count) in taus_of(rated).items():
         lines.append(f"tau {tau:.2f} of {count} rows: {source}")
@@ -383,18 +383,18 @@ def main() -> int:
             rated.append(rate(run, why))
             print(f"{run.model} on {run.gpus} {run.gpu}", file=sys.stderr, flush=True)
     Console(width=130).print(table(rated))
-    held = [one for one in rated if not one.why]
-    if not held:
+    usable = [row for row in rated if not row.why]
+    if not usable:
         print("none of these rows can be modelled")
         return 1
-    found = errors(held)
-    print(_summary(held, found))
+    figures = errors(usable)
+    print(_summary(usable, figures))
     if options.json is not None:
         rows: list[dict[str, Any]] = [
             {**asdict(o.run), "published": o.run.published, "modelled": o.modelled, "why": o.why}
             for o in rated
         ]
-        options.json.write_text(json.dumps({**found, "rows": rows}, indent=1), encoding="utf-8")
+        options.json.write_text(json.dumps({**figures, "rows": rows}, indent=1), encoding="utf-8")
     return 0
 
 

@@ -57,9 +57,9 @@ def rows(records: dict[str, Any], planned: Planned) -> Iterator[Row]:
             yield Row(where, then, now, mesh, mesh == timed["mesh"])
 
 
-def means(found: list[Row]) -> tuple[float, float]:
+def means(recorded: list[Row]) -> tuple[float, float]:
     """Return the mean error of the rows that can be compared, as modelled then and now."""
-    same = [row for row in found if row.same]
+    same = [row for row in recorded if row.same]
     return (
         statistics.mean(row.then.error for row in same),
         statistics.mean(row.now.error for row in same),
@@ -82,11 +82,11 @@ def planner(records: dict[str, Any]) -> Planned:
     return planned
 
 
-def table(found: list[Row]) -> Table:
+def table(recorded: list[Row]) -> Table:
     shown = Table("cell", "layout", "mesh")
     for heading in ("measured s", "then s", "÷", "now s", "÷"):
         shown.add_column(heading, justify="right")
-    for row in found:
+    for row in recorded:
         then, now = row.then, row.now
         figures = [f"{now.measured:.3f}"]
         for pair in (then, now):
@@ -100,13 +100,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.parse_args(arguments)
     records = cells.load(RECORDS)
-    found = list(rows(records, planner(records)))
-    then, now = means(found)
+    recorded = list(rows(records, planner(records)))
+    then, now = means(recorded)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
-    compared = sum(row.same for row in found)
+    compared = sum(row.same for row in recorded)
     console.print(
-        table(found),
-        f"{compared} of {len(found)} rows: mean error {then:.1%} as modelled then, {now:.1%} now",
+        table(recorded),
+        f"{compared} of {len(recorded)} rows: "
+        f"mean error {then:.1%} as modelled then, {now:.1%} now",
         sep="\n",
     )
     return 0

@@ -123,13 +123,13 @@ def moved(grid: Grid4D | Grid2D = ALL_AXES) -> Moved:
     return Moved(layer, _difference(two, layer, 2))
 
 
-def _difference(one: Formula, other: Formula, times: int) -> Formula:
-    counts = Counter({dataclasses.replace(t, count=1): t.count for t in one.terms})
+def _difference(first: Formula, other: Formula, times: int) -> Formula:
+    counts = Counter({dataclasses.replace(t, count=1): t.count for t in first.terms})
     for term in other.terms:
         counts[dataclasses.replace(term, count=1)] -= times * term.count
     assert min(counts.values()) >= 0, "a layer moves what the whole does not"
     terms = tuple(dataclasses.replace(t, count=n) for t, n in counts.items() if n)
-    return dataclasses.replace(one, terms=terms)
+    return dataclasses.replace(first, terms=terms)
 
 
 def kind_of(term: Term) -> str:
@@ -157,13 +157,13 @@ def sums(formula: Formula, meshes: list[Mesh], job: Job) -> list[Sums]:
     named |= {"heads": size.heads, "d": size.width // size.heads, "s": SEQUENCE}
     known = {symbol.name for symbol in formula.sizes}
     wholes = formula.wholes(**{name: value for name, value in named.items() if name in known})
-    found: list[Sums] = [dict.fromkeys(KINDS, 0.0) for _ in meshes]
+    totals: list[Sums] = [dict.fromkeys(KINDS, 0.0) for _ in meshes]
     for term, whole in zip(formula.terms, wholes, strict=True):
-        for each, mesh, amount in zip(found, meshes, np.broadcast_to(whole, len(meshes))):
+        for each, mesh, amount in zip(totals, meshes, np.broadcast_to(whole, len(meshes))):
             traffic = Traffic(term.kind, float(amount))  # type: ignore[arg-type]
             price = collective_cost(traffic, term.axes, mesh, 1, world)
             each[kind_of(term)] += term.count * price.seconds
-    return found
+    return totals
 
 
 def mesh_of(grid: Grid4D) -> Mesh:
@@ -174,12 +174,12 @@ def mesh_of(grid: Grid4D) -> Mesh:
 
 def grids(job: Job, smallest: int) -> list[Grid4D]:
     """Every grid of so many ranks that divides the model, of `smallest` or more tensor ranks."""
-    found = []
+    candidates = []
     for x, y, z, data in factorings(job.ranks, 4):
         fits = job.sizes.width % (x * y * z) == 0 and job.sizes.heads % y == 0
         if x * y * z >= smallest and job.batch % (data * z) == 0 and fits:
-            found.append(Grid4D(x=x, y=y, z=z, data=data))
-    return found
+            candidates.append(Grid4D(x=x, y=y, z=z, data=data))
+    return candidates
 
 
 def factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
@@ -195,16 +195,16 @@ def factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
 
 # -- memory ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Way:
+class Execution:
     """How a step is run: in so many parts of the batch, one after the other, and whether gathered
     weights are kept until the end of the step.
     """
 
-    parts: int
-    kept: bool
+    microbatches: int
+    saves_weights: bool
 
 
-def held(job: Job, grid: Grid4D, way: Way) -> float:
+def memory_bytes(job: Job, grid: Grid4D, execution: Execution) -> float:
     """Bytes a rank: 16 a parameter (bf16 and its gradient, float32 and two moments), weights as
     gathered (all, or two layers'), two layers' whole gradients, every layer's input, what one layer
     (10 + 24/t bytes a token and feature, arXiv 2205.05198, with flash attention) and the logits
@@ -213,22 +213,24 @@ def held(job: Job, grid: Grid4D, way: Way) -> float:
     size, tensor = job.sizes, grid.x * grid.y
     h, layer = size.width, 12 * size.width**2
     parameters = size.layers * layer + (2 * size.vocabulary + SEQUENCE) * h
-    tokens = job.batch / (grid.data * grid.z * way.parts) * SEQUENCE
-    gathered = 2 * (parameters if way.kept else 2 * layer) / tensor
+    tokens = job.batch / (grid.data * grid.z * execution.microbatches) * SEQUENCE
+    gathered = 2 * (parameters if execution.saves_weights else 2 * layer) / tensor
     inputs = 2 * size.layers * tokens * h / grid.x
     working = tokens * (h * (10 / grid.x + 24 / grid.y) + 6 * size.vocabulary / grid.y)
     return 16 * parameters / (tensor * grid.z) + gathered + 4 * layer / tensor + inputs + working
 
 
-def ways(job: Job, grid: Grid4D) -> list[Way]:
+def executions(job: Job, grid: Grid4D) -> list[Execution]:
     """Those that fit into a device's memory: the fewest parts with the weights kept, and not."""
     samples = job.batch // (grid.data * grid.z)
     capacity = job.machine.world(job.ranks).device.memory_bytes
-    found = []
-    for kept in (True, False):
-        parts = [Way(n, kept) for n in range(1, samples + 1) if samples % n == 0]
-        found += [way for way in parts if held(job, grid, way) <= capacity][:1]
-    return found
+    candidates = []
+    for saves in (True, False):
+        parts = [Execution(n, saves) for n in range(1, samples + 1) if samples % n == 0]
+        candidates += [
+            execution for execution in parts if memory_bytes(job, grid, execution) <= capacity
+        ][:1]
+    return candidates
 
 
 # -- a step ----------------------------------------------------------------------------------------
@@ -239,7 +241,7 @@ class Step:
     """
 
     grid: Grid4D
-    way: Way
+    execution: Execution
     layers: int
     forward: float
     rest: float
@@ -259,8 +261,8 @@ class Step:
         product (a quarter of the layer's work with recomputation), the scatter of dW under the
         backward. The sum over data comes at the end.
         """
-        moving, parts = self.layer_sums, self.way.parts
-        gathers = 1 if self.way.kept else 2 * parts
+        moving, parts = self.layer_sums, self.execution.microbatches
+        gathers = 1 if self.execution.saves_weights else 2 * parts
         window = self.forward / parts if overlap else 0.0
         backward, scatter = moving["backward"] / parts, moving["scatter"]
         late = max(backward - window, backward + scatter - 2 * window, 0.0)
@@ -276,32 +278,38 @@ class Step:
 def computed(job: Job, grid: object) -> tuple[float, float]:
     """Seconds of computation of (one layer, the rest), forward and backward, from two plans."""
     world = job.machine.world(job.ranks)
-    found = []
+    seconds = []
     for layers in (2, 3):
         plan = planned(job.sizes, layers, world, job.batch, grid)
         moving = sum(c.seconds for c in plan.collectives)
-        found.append(sum(row.seconds for row in plan.rows) - moving)
-    layer = found[1] - found[0]
-    return layer, found[0] - 2 * layer
+        seconds.append(sum(row.seconds for row in plan.rows) - moving)
+    layer = seconds[1] - seconds[0]
+    return layer, seconds[0] - 2 * layer
 
 
 def steps(job: Job, among: list[Grid4D]) -> list[Step]:
     """The fastest of these grids, fastest first; only they are planned."""
     meshes = [mesh_of(grid) for grid in among]
     layer, rest = sums(moved().layer, meshes, job), sums(moved().rest, meshes, job)
-    found = [(index, way) for index, grid in enumerate(among) for way in ways(job, grid)]
+    candidates = [
+        (index, execution)
+        for index, grid in enumerate(among)
+        for execution in executions(job, grid)
+    ]
     like = computed(job, among[0])
 
-    def made(index: int, way: Way, computing: tuple[float, float]) -> Step:
+    def step_of(index: int, execution: Execution, computing: tuple[float, float]) -> Step:
         forward, other = computing[0] / 3, computing[1]
         grid, layers = among[index], job.sizes.layers
-        return Step(grid, way, layers, forward, other, layer[index], rest[index])
+        return Step(grid, execution, layers, forward, other, layer[index], rest[index])
 
-    found.sort(key=lambda candidate: made(candidate[0], candidate[1], like).seconds())
-    shapes = dict.fromkeys((among[index].x, among[index].y) for index, _ in found)
+    candidates.sort(key=lambda candidate: step_of(candidate[0], candidate[1], like).seconds())
+    shapes = dict.fromkeys((among[index].x, among[index].y) for index, _ in candidates)
     few = list(shapes)[:FEW]  # what is computed depends on these two axes more than on the others
-    likely = [next(c for c in found if (among[c[0]].x, among[c[0]].y) == shape) for shape in few]
-    best = [made(index, way, computed(job, among[index])) for index, way in likely]
+    likely = [
+        next(c for c in candidates if (among[c[0]].x, among[c[0]].y) == shape) for shape in few
+    ]
+    best = [step_of(index, execution, computed(job, among[index])) for index, execution in likely]
     return sorted(best, key=lambda step: step.seconds())
 
 

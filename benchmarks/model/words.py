@@ -78,7 +78,7 @@ LAYOUTS = (
     _factored("atp", f.atp(), f.d1, f.d2),
     _factored("4d", f.four_d(), f.x, f.y, f.z, f.data),
     _factored("3d", f.three_d(), f.on_m, f.on_n, f.on_k),
-    Layout("2d summa", f.summa(f.ONE), (f.q,), squares),
+    Layout("2d summa", f.summa(f.UNITY), (f.q,), squares),
     Layout("2.5d", f.summa(f.d), (f.q, f.d), squares_with_depth),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
@@ -107,7 +107,7 @@ class Row:
     forward: Rational | None = None
     of_bound: Expr | None = None  # forward / lower bound
     again: Rational | None = None
-    held: Rational | None = None
+    saved: Rational | None = None
     stored: Rational | None = None
 
 
@@ -115,17 +115,17 @@ def row(layout: Layout, ranks: int, ratio: int) -> Row:
     """The grid of fewest words forward and backward (gathers repeated), then of least stored."""
     words = layout.words
 
-    def rating(grid: Grid) -> tuple[Rational, Rational]:
+    def cost(grid: Grid) -> tuple[Rational, Rational]:
         return at(words.again, layout, grid, ratio), at(words.stored, layout, grid, ratio)
 
     grids = list(layout.grids(ranks))
     if not grids:
         return Row(layout.name)
-    grid = min(grids, key=rating)
-    again, stored = rating(grid)
-    forward, held = (at(part, layout, grid, ratio) for part in (words.forward, words.held))
+    grid = min(grids, key=cost)
+    again, stored = cost(grid)
+    forward, saved = (at(part, layout, grid, ratio) for part in (words.forward, words.saved))
     of_bound = forward / bound(ranks, ratio)
-    return Row(layout.name, named(layout, grid), forward, of_bound, again, held, stored)
+    return Row(layout.name, named(layout, grid), forward, of_bound, again, saved, stored)
 
 
 def named(layout: Layout, grid: Grid) -> str:
@@ -170,7 +170,7 @@ OF_BOUND: dict[tuple[int, str, Grid], str] = {
     (4, "2.5d", (4, 4)): "1.130",
 }
 # 64 ranks, forward and backward in h² words
-BOTH_WAYS: dict[tuple[int, str, Grid], str] = {
+BOTH_DIRECTIONS: dict[tuple[int, str, Grid], str] = {
     (16, "2.5d", (4, 4)): "2.91",
     (16, "2d summa", (8,)): "5.58",
     (1, "2.5d", (4, 4)): "0.80",
@@ -184,8 +184,8 @@ def break_even(part: str) -> Rational:
     deep, flat = BY_NAME["2.5d"], BY_NAME["2d summa"]
     of_deep = at(getattr(deep.words, part), deep, (4, 4), ratio)
     of_flat = at(getattr(flat.words, part), flat, (8,), ratio)
-    (found,) = sympy.solve(of_deep - of_flat, ratio)
-    return found
+    (root,) = sympy.solve(of_deep - of_flat, ratio)
+    return root
 
 
 def published() -> Iterator[Published]:
@@ -196,7 +196,7 @@ def published() -> Iterator[Published]:
         forward = at(BY_NAME[name].words.forward, BY_NAME[name], grid, ratio)
         what = f"{name} ({named(BY_NAME[name], grid)}), m = {ratio}h: forward / bound"
         yield Published(what, figure, forward / bound(64, ratio))
-    for (ratio, name, grid), figure in BOTH_WAYS.items():
+    for (ratio, name, grid), figure in BOTH_DIRECTIONS.items():
         both = at(BY_NAME[name].words.again, BY_NAME[name], grid, ratio)
         what = f"{name} ({named(BY_NAME[name], grid)}), m = {ratio}h: fwd+bwd / h²"
         yield Published(what, figure, both)
@@ -205,17 +205,17 @@ def published() -> Iterator[Published]:
 
 
 # -- output ----------------------------------------------------------------------------------------
-HEADINGS = ("layout", "best grid", "forward", "/ bound", "fwd+bwd", "held", "stored")
+HEADINGS = ("layout", "best grid", "forward", "/ bound", "fwd+bwd", "saved", "stored")
 NOTE = (
-    "fwd+bwd: gathered operands are dropped and gathered again; held: they are kept.\n"
+    "fwd+bwd: gathered operands are dropped and gathered again; saved: they are kept.\n"
     "stored: words of X, W, Y kept between uses. Below the bound: it stores copies."
 )
 
 
-def cells(found: Row) -> tuple[str, ...]:
-    numbers = (found.forward, found.of_bound, found.again, found.held, found.stored)
+def cells(figures: Row) -> tuple[str, ...]:
+    numbers = (figures.forward, figures.of_bound, figures.again, figures.saved, figures.stored)
     shown = ("" if number is None else f"{float(number):.3f}" for number in numbers)
-    return (found.layout, found.grid, *shown)
+    return (figures.layout, figures.grid, *shown)
 
 
 def words_table(ranks: int, ratio: int) -> Table:
@@ -245,7 +245,7 @@ def markdown(ranks: int, ratio: int) -> str:
     """
     lines = [HEADINGS, ("---", "---", *["--:"] * (len(HEADINGS) - 2))]
     lines += [cells(row(layout, ranks, ratio)) for layout in LAYOUTS]
-    shown = [HEADINGS.index(name) for name in HEADINGS if name not in ("forward", "held")]
+    shown = [HEADINGS.index(name) for name in HEADINGS if name not in ("forward", "saved")]
     return "\n".join(f"| {' | '.join(line[i] for i in shown)} |" for line in lines)
 
 

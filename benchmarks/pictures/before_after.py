@@ -145,11 +145,13 @@ def _box(
     if words != "x":
         drawn.insert(0, f'<path d="M{x + 30} {y - STEP + HEIGHT} V{y}" class="line"/>')
     if weight is not None:
-        drawn += _held(x + width - 40, y + 6, weight, coordinate)
+        drawn += _weight_part(x + width - 40, y + 6, weight, coordinate)
     return drawn
 
 
-def _held(x: float, y: float, weight: Layout, coordinate: dict[str, int] | None) -> list[str]:
+def _weight_part(
+    x: float, y: float, weight: Layout, coordinate: dict[str, int] | None
+) -> list[str]:
     """Return a weight as a small rectangle, k down and n across, with the block that is held."""
     n, k = weight.shape
     wide, high = (34, 30) if n > k else (30, 30)

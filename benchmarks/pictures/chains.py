@@ -29,7 +29,7 @@ class Matrix:
 
     name: str
     dims: tuple[str, str]
-    kept: str
+    stored: str
     used: str | None = None
     computed: str | None = None
 
@@ -158,23 +158,23 @@ def layout(text: str, mesh: Mesh, shape: tuple[int, int]) -> Layout:
 class Placed(NamedTuple):
     """A matrix's layouts: kept, and while the product runs (as computed, for a result)."""
 
-    kept: Layout
+    stored: Layout
     working: Layout
     path: tuple[Step, ...]  # every change of state, in the order of the forward
 
 
 def place(matrix: Matrix, mesh: Mesh, sizes: dict[str, int]) -> Placed:
     shape = (sizes[matrix.dims[0]], sizes[matrix.dims[1]])
-    kept = layout(matrix.kept, mesh, shape)
+    stored = layout(matrix.stored, mesh, shape)
     path: tuple[Step, ...] = ()
-    working = kept
+    working = stored
     if matrix.used is not None:
         working = layout(matrix.used, mesh, shape)
-        path = reshard_steps(kept, working)
+        path = reshard_steps(stored, working)
     if matrix.computed is not None:
         working = layout(matrix.computed, mesh, shape)
-        path = (*reshard_steps(working, kept), *path)
-    return Placed(kept, working, path)
+        path = (*reshard_steps(working, stored), *path)
+    return Placed(stored, working, path)
 
 
 class Block(NamedTuple):
@@ -187,20 +187,21 @@ class Block(NamedTuple):
     columns: int
 
 
-def blocks(held: Layout) -> list[Block]:
+def blocks(placement: Layout) -> list[Block]:
     """Who holds what, by cutting the indices of all entries at every rank's coordinate."""
-    for axis in held.axes_of("P"):
-        held = held.with_state(axis, R)  # parts of a sum: a rank has every entry of its part
-    rows, columns = held.shape
+    for axis in placement.axes_of("P"):
+        # Of a sum a rank has every entry of its part.
+        placement = placement.with_state(axis, R)
+    rows, columns = placement.shape
     indices = torch.arange(rows * columns).reshape(rows, columns)
     owners: dict[int, list[int]] = defaultdict(list)
-    for rank in range(held.mesh.size):
-        for index in held.cut(indices, held.mesh.coordinate(rank)).flatten().tolist():
+    for rank in range(placement.mesh.size):
+        for index in placement.cut(indices, placement.mesh.coordinate(rank)).flatten().tolist():
             owners[index].append(rank)
     entries: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index in range(rows * columns):
         entries[tuple(owners[index])].append(index)
-    return [_rectangle(ranks, found, columns) for ranks, found in entries.items()]
+    return [_rectangle(ranks, numbers, columns) for ranks, numbers in entries.items()]
 
 
 def _rectangle(owners: tuple[int, ...], entries: list[int], width: int) -> Block:

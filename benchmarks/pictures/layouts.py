@@ -23,8 +23,9 @@ from benchmarks.pictures.chains import (
 )
 
 SIDE, GAP, LEFT = 132, 66, 92
-KEPT_TOP, MOVES, LEGEND = 92, 124, 74  # pixels: top of the upper row, between the rows, below them
-WORKING_TOP = KEPT_TOP + SIDE + MOVES
+# Pixels: top of the upper row, between the rows, below them.
+STORED_TOP, ROW_GAP, LEGEND = 92, 124, 74
+WORKING_TOP = STORED_TOP + SIDE + ROW_GAP
 CHIP = 18
 ENTRIES = 16  # a drawn matrix has so many rows and columns; every block is a whole number of them
 RANKS = ("#3465a4", "#c4601d", "#2e7d4f", "#b03a48", "#6b4fa0", "#86653a", "#a8458b", "#4a6470")
@@ -84,18 +85,20 @@ def _chips(owners: Sequence[int], x: float, y: float, width: float, parts: bool)
         cx, cy = x + (column - (across - 1) / 2) * pitch, y + (row - (down - 1) / 2) * pitch
         yield chip(cx, cy, rank)
         if parts and index + 1 < len(owners):
-            beside = column + 1 < across
-            at = (cx + pitch / 2, cy + 4) if beside else (cx, cy + pitch / 2 + 4)
+            in_row = column + 1 < across
+            at = (cx + pitch / 2, cy + 4) if in_row else (cx, cy + pitch / 2 + 4)
             yield text(*at, "+", INK, 13)
 
 
-def draw_matrix(held: Layout, dims: tuple[str, str], left: float, top: float, lower: bool) -> str:
+def draw_matrix(
+    placement: Layout, dims: tuple[str, str], left: float, top: float, lower: bool
+) -> str:
     """The blocks of a matrix with its dims, and the axes that split them, at its edges."""
-    parts = held.axes_of("P")
-    drawn = [draw_block(block, left, top, bool(parts), lower) for block in blocks(held)]
+    parts = placement.axes_of("P")
+    drawn = [draw_block(block, left, top, bool(parts), lower) for block in blocks(placement)]
     border = f'fill="none" stroke="{GREY}" stroke-width="1"'
     drawn.append(rectangle(left, top, SIDE, SIDE, border))
-    rows, columns = (_split(held, dim, name) for dim, name in enumerate(dims))
+    rows, columns = (_split(placement, dim, name) for dim, name in enumerate(dims))
     drawn.append(text(left + SIDE / 2, top - 6, columns, GREY))
     x, y = left - 7, top + SIDE / 2
     drawn.append(text(x, y, rows, GREY, more=f' transform="rotate(-90 {x:g} {y:g})"'))
@@ -105,12 +108,12 @@ def draw_matrix(held: Layout, dims: tuple[str, str], left: float, top: float, lo
     return "\n".join(drawn)
 
 
-def _split(held: Layout, dim: int, name: str) -> str:
-    digits = [digit.axis for digit in held.digits(dim)]
+def _split(placement: Layout, dim: int, name: str) -> str:
+    digits = [digit.axis for digit in placement.digits(dim)]
     return f"{name} over {', '.join(digits)}" if digits else f"{name} whole"
 
 
-def draw_moves(matrix: Matrix, placed: Placed, panels: int, x: float) -> str:
+def draw_reshards(matrix: Matrix, placed: Placed, panels: int, x: float) -> str:
     """What moves between the two rows of the picture, forward and backward, among which ranks."""
     names = PANEL_KINDS if panels else KINDS
     forward, backward = collectives(placed.path)
@@ -121,7 +124,7 @@ def draw_moves(matrix: Matrix, placed: Placed, panels: int, x: float) -> str:
         (f"d{matrix.name}: {names[kind]} over {', '.join(axes)}", BACKWARD)
         for kind, axes in backward
     ]
-    middle = KEPT_TOP + SIDE + MOVES / 2
+    middle = STORED_TOP + SIDE + ROW_GAP / 2
     if not lines:
         return text(x, middle, "nothing moves", GREY)
     lines += [(line, GREY) for line in _groups(placed)]
@@ -132,7 +135,7 @@ def draw_moves(matrix: Matrix, placed: Placed, panels: int, x: float) -> str:
 
 def _groups(placed: Placed) -> list[str]:
     """The groups of ranks of every collective, as {0 2} {1 3}; each set of axes once."""
-    mesh = placed.kept.mesh
+    mesh = placed.stored.mesh
     sets = dict.fromkeys(step.axes for step in placed.path if any(step.traffic(True)))
     return [
         " ".join(
@@ -146,7 +149,7 @@ def _groups(placed: Placed) -> list[str]:
 def _arrows(matrix: Matrix, x: float, forward: bool, backward: bool) -> Iterator[str]:
     """Operands come down into the product and results go up; their gradients the other way."""
     result = matrix.computed is not None
-    upper = KEPT_TOP + SIDE + 5 if result else WORKING_TOP - 34
+    upper = STORED_TOP + SIDE + 5 if result else WORKING_TOP - 34
     if forward:
         yield _arrow(x - (6 if backward else 0), upper, upper + 14, result, FORWARD)
     if backward:
@@ -205,7 +208,7 @@ def picture(chain: Chain) -> str:
     height = WORKING_TOP + SIDE + 34 + LEGEND
     drawn = [text(width / 2, 28, chain.title, INK, 15, ' font-weight="bold"'), _key(width / 2)]
     for row, words in (
-        (KEPT_TOP, ("kept", "between", "uses")),
+        (STORED_TOP, ("kept", "between", "uses")),
         (WORKING_TOP, ("in the", "product")),
     ):
         for index, word in enumerate(words):
@@ -215,7 +218,9 @@ def picture(chain: Chain) -> str:
         if index:
             x = LEFT + index * (SIDE + GAP) - GAP / 2 - 3
             sign = "×" if index % 2 else "="
-            drawn += [text(x, top + SIDE / 2 + 7, sign, INK, 22) for top in (KEPT_TOP, WORKING_TOP)]
+            drawn += [
+                text(x, top + SIDE / 2 + 7, sign, INK, 22) for top in (STORED_TOP, WORKING_TOP)
+            ]
     drawn.append(draw_legend(mesh, width))
     fonts = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
     size = f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}"'
@@ -233,10 +238,10 @@ def _column(chain: Chain, matrix: Matrix, mesh: Mesh, left: float) -> str:
     placed = place(matrix, mesh, dict.fromkeys("mkn", ENTRIES))
     name = f"{matrix.name} [{', '.join(matrix.dims)}]"
     drawn = [
-        text(left + SIDE / 2, KEPT_TOP - 22, name, INK, 13, ' font-weight="bold"'),
-        draw_matrix(placed.kept, matrix.dims, left, KEPT_TOP, lower=False),
+        text(left + SIDE / 2, STORED_TOP - 22, name, INK, 13, ' font-weight="bold"'),
+        draw_matrix(placed.stored, matrix.dims, left, STORED_TOP, lower=False),
         draw_matrix(placed.working, matrix.dims, left, WORKING_TOP, lower=True),
-        draw_moves(matrix, placed, chain.panels, left + SIDE / 2),
+        draw_reshards(matrix, placed, chain.panels, left + SIDE / 2),
     ]
     if chain.panels:
         drawn.append(draw_panels(placed, chain.panels, left))

@@ -10,7 +10,7 @@ from autopar.tools.report import pipeline as report
 def picture(schedule: str = "1f1b", rounds: int = 1) -> str:
     """Return the picture of a schedule; both parts of a backward take as long as a forward."""
     ranks = pipeline_of(schedule, 4, rounds)
-    one = 1e-3 / rounds
-    own = StageSeconds(one, 2 * one, end=0.8e-3 / rounds, send=0.05e-3, inputs=one, weights=one)
+    unit = 1e-3 / rounds
+    own = StageSeconds(unit, 2 * unit, end=0.8e-3 / rounds, send=0.05e-3, inputs=unit, weights=unit)
     step = simulate_pipeline(ranks, actions(schedule, ranks, 8), [own] * ranks.stages)
     return report.picture(step, schedule) + "\n"

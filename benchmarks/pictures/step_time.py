@@ -22,12 +22,12 @@ MORE = """
 """
 
 
-def picture(found: Sequence[Summary] | None = None) -> str:
+def picture(saved: Sequence[Summary] | None = None) -> str:
     """Return the SVG, of the committed summaries by default."""
-    found = ordered(cells.load(summaries.COMMITTED)["cells"] if found is None else found)
-    rates = sorted({cell["rate"] or math.inf for cell in found})
+    saved = ordered(cells.load(summaries.COMMITTED)["cells"] if saved is None else saved)
+    rates = sorted({cell["rate"] or math.inf for cell in saved})
     colors = {rate: COLORS[number % len(COLORS)] for number, rate in enumerate(rates)}
-    ratios = [cell["verdict"]["ratio"] for cell in found if cell["verdict"] is not None]
+    ratios = [cell["verdict"]["ratio"] for cell in saved if cell["verdict"] is not None]
     low, high = min(0.9, *ratios, 1), max(2.1, *ratios, 1) * 1.05
     scale = SIDE / math.log(high / low)
 
@@ -40,7 +40,7 @@ def picture(found: Sequence[Summary] | None = None) -> str:
         drawn.append(f'<circle cx="{left}" cy="39" r="5" fill="{colors[rate]}"/>')
         drawn.append(text(left + 10, 44, rate_text(None if rate == math.inf else rate)))
     y = TOP
-    for model, of_model in groupby(found, key=lambda cell: cell["model"]):
+    for model, of_model in groupby(saved, key=lambda cell: cell["model"]):
         for size, group in groupby(of_model, key=cluster_size):
             y += ROW
             drawn.append(text(8, y + 5, f"{model}, {size}"))

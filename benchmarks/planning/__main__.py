@@ -43,7 +43,7 @@ from autopar.planner.solve import best
 from autopar.tools.targets import NAMED, Batch, Sizes, resolve
 from benchmarks.step_time import cells
 
-Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
+ModelAndInputs = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Case:
     communication runs under computation, within the devices' memory.
     """
 
-    make: Callable[[], Made]
+    make: Callable[[], ModelAndInputs]
     world: Callable[[], World]
     mesh: str | None = None
     most: tuple[tuple[str, float], ...] = ()
@@ -62,10 +62,12 @@ class Case:
 
 
 # -- the cases -------------------------------------------------------------------------------------
-def named(model: str, batch: int, layers: int = 0, sequence: int = 4096) -> Callable[[], Made]:
+def named(
+    model: str, batch: int, layers: int = 0, sequence: int = 4096
+) -> Callable[[], ModelAndInputs]:
     """A named model in bfloat16, of fewer or more layers than it has where `layers` is given."""
 
-    def make() -> Made:
+    def make() -> ModelAndInputs:
         sizes: Sizes = replace(NAMED[model], layers=layers or NAMED[model].layers)
         NAMED["benchmark"] = sizes
         target = resolve("benchmark", Batch(batch, sequence), batch)
@@ -78,10 +80,10 @@ def h100(ranks: int) -> Callable[[], World]:
     return lambda: World.preset("dgx-h100", ranks=ranks)
 
 
-GIVEN = "x32.y8"
+MESH = "x32.y8"
 CASES = {
     "8b on (32,8)": Case(
-        named("llama3-8b", 64), h100(256), GIVEN,
+        named("llama3-8b", 64), h100(256), MESH,
         (("trace and choose s", 8.0), ("choose s", 0.5), ("GB", 1.5)),
     ),
     "70b on 1024": Case(
@@ -94,10 +96,10 @@ CASES = {
         named("llama3-405b", 16384), h100(16384), None, (("gap", 0.03), ("choose s", 60.0))
     ),
     **{
-        f"8b of {layers} layers on (32,8)": Case(named("llama3-8b", 64, layers), h100(256), GIVEN)
+        f"8b of {layers} layers on (32,8)": Case(named("llama3-8b", 64, layers), h100(256), MESH)
         for layers in (8, 16, 32, 64)
     },
-    "8b of 4 layers on (32,8)": Case(named("llama3-8b", 64, 4), h100(256), GIVEN),
+    "8b of 4 layers on (32,8)": Case(named("llama3-8b", 64, 4), h100(256), MESH),
     "8b of 32 layers on (8)": Case(named("llama3-8b", 64, 32), h100(8), "x8"),
     "gpt2 on (2,4)": Case(named("gpt2", 32, sequence=1024), h100(8), "x2.y4"),
     **{
@@ -110,41 +112,43 @@ CASES = {
 # -- one case, in its own process ------------------------------------------------------------------
 def run(case: Case) -> dict[str, float | str]:
     """Its figures by name."""
-    found: dict[str, float | str] = {}
+    figures: dict[str, float | str] = {}
     world = case.world()
     model, inputs = case.make()
-    with timed(found, "trace"):
+    with timed(figures, "trace"):
         program = trace.trace(model, inputs, {})
         program = annotate.chains(annotate.annotate(program))
-    found["GB after trace"] = peak()
-    with timed(found, "choose"):
-        program = fitting(program, world) if case.fits else chosen(program, world, case.mesh)
-    found["GB"] = peak()
+    figures["GB after trace"] = peak()
+    with timed(figures, "choose"):
+        program = (
+            plan_within_memory(program, world) if case.fits else chosen(program, world, case.mesh)
+        )
+    figures["GB"] = peak()
     plan = program.plan
     assert plan is not None
     if case.fits:  # what runs twice is not part of what was searched
         plan = replace(plan, seconds=plan.seconds + twice(program, world))
-    found["trace and choose s"] = float(found["trace s"]) + float(found["choose s"])
-    found.update(mesh=str(plan.mesh), meshes=max(1, len(plan.meshes)), gap=plan.gap)
-    found["modelled ms"] = 1e3 * plan.seconds
-    return found
+    figures["trace and choose s"] = float(figures["trace s"]) + float(figures["choose s"])
+    figures.update(mesh=str(plan.mesh), meshes=max(1, len(plan.meshes)), gap=plan.gap)
+    figures["modelled ms"] = 1e3 * plan.seconds
+    return figures
 
 
 @contextmanager
-def timed(found: dict[str, float | str], name: str) -> Any:
+def timed(figures: dict[str, float | str], name: str) -> Any:
     cpu, wall = time.process_time(), time.perf_counter()
     yield
-    found[f"{name} s"] = time.process_time() - cpu
-    found[f"{name} wall s"] = time.perf_counter() - wall
+    figures[f"{name} s"] = time.process_time() - cpu
+    figures[f"{name} wall s"] = time.perf_counter() - wall
 
 
 def peak() -> float:
     """GB that this process has held at most. Not `ru_maxrss`: across exec, it keeps the peak of the
     process that forked this one.
     """
-    held = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert held
-    return int(held[1]) * 1024 / 1e9
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match
+    return int(match[1]) * 1024 / 1e9
 
 
 def chosen(program: Program, world: World, mesh: str | None) -> Program:
@@ -154,7 +158,7 @@ def chosen(program: Program, world: World, mesh: str | None) -> Program:
     return replace(program, plan=best(program, [(Mesh.parse(mesh), Constraint("auto"))], world))
 
 
-def fitting(program: Program, world: World) -> Program:
+def plan_within_memory(program: Program, world: World) -> Program:
     """With the plan that `autopar plan` gives for the devices' own memory."""
     budget = Budget.of(world, "auto", "adamw", "auto")
     return search_plan(program, world, PlanRequest("auto", budget=budget, overlap=True))
@@ -179,15 +183,15 @@ def apart(name: str, timeout: float) -> dict[str, Any]:
     return {**json.loads(done.stdout.splitlines()[-1]), "load": started}
 
 
-def verdicts(case: Case, found: dict[str, Any]) -> str:
+def verdicts(case: Case, figures: dict[str, Any]) -> str:
     """Each limit with what was found."""
     texts = []
     for name, most in case.most:
-        missed = "" if found[name] <= most else "[bold]missed: [/]"
-        texts.append(f"{missed}{name} {found[name]:.4g} of {most:.4g}")
+        missed = "" if figures[name] <= most else "[bold]missed: [/]"
+        texts.append(f"{missed}{name} {figures[name]:.4g} of {most:.4g}")
     for name in ("GB sent", "GB over the link"):
-        if name in found and name not in dict(case.most):
-            texts.append(f"{name} {found[name]:.4g}")
+        if name in figures and name not in dict(case.most):
+            texts.append(f"{name} {figures[name]:.4g}")
     return "\n".join(texts)
 
 
@@ -195,14 +199,14 @@ def table(results: dict[str, dict[str, Any]]) -> Table:
     shown = Table(title="planning, CPU s (wall s)", title_justify="left")
     for heading in ("case", "mesh", "of", "trace", "choose", "GB", "gap", "load", "limits"):
         shown.add_column(heading, justify="left" if heading in ("case", "limits") else "right")
-    for name, found in results.items():
-        if "failed" in found:
-            shown.add_row(name, "[bold red]failed[/]", *[""] * 6, *found["failed"])
+    for name, figures in results.items():
+        if "failed" in figures:
+            shown.add_row(name, "[bold red]failed[/]", *[""] * 6, *figures["failed"])
             continue
-        seconds = (f"{found[f'{p} s']:.1f} ({found[f'{p} wall s']:.1f})" for p in PARTS)
+        seconds = (f"{figures[f'{p} s']:.1f} ({figures[f'{p} wall s']:.1f})" for p in PARTS)
         shown.add_row(
-            name, found["mesh"], str(found["meshes"]), *seconds, f"{found['GB']:.2f}",
-            f"{found['gap']:.3%}", f"{found['load']:.1f}", verdicts(CASES[name], found),
+            name, figures["mesh"], str(figures["meshes"]), *seconds, f"{figures['GB']:.2f}",
+            f"{figures['gap']:.3%}", f"{figures['load']:.1f}", verdicts(CASES[name], figures),
         )  # fmt: skip
     return shown
 
@@ -224,7 +228,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         facts = {"date": cells.now(), "machine": cells.machine()}
         options.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    return int(any("failed" in found for found in results.values()))
+    return int(any("failed" in figures for figures in results.values()))
 
 
 if __name__ == "__main__":

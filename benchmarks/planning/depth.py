@@ -33,7 +33,7 @@ from autopar.planner.simulate import simulate_plan
 from autopar.tools.targets import NAMED, Batch, resolve
 
 LAYOUTS = ("auto", "fsdp", "megatron", "megatron-sp")
-RECOMPUTED = {"none": 0.0, "half": 0.5, "all": 1.0}
+SHARES = {"none": 0.0, "half": 0.5, "all": 1.0}
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Row:
 
     layout: str
     mesh: str
-    recomputed: str
+    recompute: str
     left_out: int  # blocks
     step: float | None
     peak: float
@@ -52,11 +52,11 @@ def rows(program: Program, world: World, layout: str) -> Iterator[Row]:
     chosen = solve.search_meshes(program, world, PlanRequest(layout))
     assert chosen.plan is not None
     deep, budget = DeepModel(chosen), Budget(None, "adamw", "auto")
-    made = emit_program(chosen, world)
-    estimate, whole = Estimated(deep, world, budget), RematerializationSteps(made, world, budget)
+    emitted = emit_program(chosen, world)
+    estimate, whole = Estimated(deep, world, budget), RematerializationSteps(emitted, world, budget)
     left_out = len(repeated(chosen)) - len(repeated(deep.shorter()))
-    step = simulate_plan(chosen, world) / timeline(made, world).seconds - 1
-    for name, part in RECOMPUTED.items():
+    step = simulate_plan(chosen, world) / timeline(emitted, world).seconds - 1
+    for name, part in SHARES.items():
         rung = Rematerialized(whole.names[: round(part * len(whole.names))], ())
         peak = estimate.memory_of(rung).peak / whole.memory_of(rung).peak - 1
         mesh = str(chosen.plan.mesh)
@@ -75,16 +75,16 @@ def analysed(model: str, layers: int, ranks: int) -> Program:
     return annotate.chains(annotate.annotate(trace.trace(target.model, target.inputs, {})))
 
 
-def table(found: list[Row], title: str) -> Table:
+def table(compared: list[Row], title: str) -> Table:
     shown = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for heading in ("layout", "mesh", "recomputed"):
         shown.add_column(heading)
     for heading in ("blocks left out", "error of the step", "of the peak"):
         shown.add_column(heading, justify="right")
-    for row in found:
+    for row in compared:
         step = "" if row.step is None else f"{row.step:+.1e}"
         shown.add_row(
-            row.layout, row.mesh, row.recomputed, str(row.left_out), step, f"{row.peak:+.4%}"
+            row.layout, row.mesh, row.recompute, str(row.left_out), step, f"{row.peak:+.4%}"
         )
     return shown
 
@@ -99,11 +99,11 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     program = analysed(options.model, options.layers, options.ranks)
     world = World.preset("dgx-h100", ranks=options.ranks)
-    found = [row for layout in options.layouts for row in rows(program, world, layout)]
+    compared = [row for layout in options.layouts for row in rows(program, world, layout)]
     title = f"{options.model}, {options.layers} layers, on {world}"
-    Console(width=None if sys.stdout.isatty() else 118).print(table(found, title))
+    Console(width=None if sys.stdout.isatty() else 118).print(table(compared, title))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in found], indent=1) + "\n")
+        options.json.write_text(json.dumps([asdict(row) for row in compared], indent=1) + "\n")
 
 
 if __name__ == "__main__":

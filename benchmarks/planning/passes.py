@@ -79,11 +79,11 @@ class Timed(Scheduled):
 def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
     model, inputs = named(MODEL, BATCH, layers, SEQUENCE)()
     world = autopar.World.preset("dgx-h100", ranks=ranks)
-    asked = PlanRequest(layout, Budget.of(world, 1e15, "adamw", "auto"), overlap=True)
+    request = PlanRequest(layout, Budget.of(world, 1e15, "adamw", "auto"), overlap=True)
     pipeline = Counted()
     source = trace_model(model, inputs, pipeline)
-    chose = choose_plan(pipeline, analyse(pipeline, source), world, asked)
-    plan = finish_plan(pipeline, source, chose, world, asked)
+    chose = choose_plan(pipeline, analyse(pipeline, source), world, request)
+    plan = finish_plan(pipeline, source, chose, world, request)
     assert plan.context is not None
     program = plan.context.program
     run = Timed(program, world, OPTIONS)
@@ -92,8 +92,8 @@ def measured(layers: int, layout: str, ranks: int) -> dict[str, float]:
         run.derived([stand_in(entry, program) for entry in program.signature.inputs])
     whole = time.process_time() - started
     emitting = sum(pipeline.cpu.get(name, 0.0) for name in EMITTING)
-    found = {"emitted": emitting, "derived": run.seconds, "torch": whole - run.seconds}
-    return {**found, "nodes": float(run.nodes), "passes": emitting + run.seconds}
+    seconds = {"emitted": emitting, "derived": run.seconds, "torch": whole - run.seconds}
+    return {**seconds, "nodes": float(run.nodes), "passes": emitting + run.seconds}
 
 
 def stand_in(entry: Input, program: Program) -> torch.Tensor:
@@ -108,11 +108,11 @@ def table(results: dict[int, dict[str, float]], layout: str) -> Table:
     shown = Table(title=f"passes over {MODEL}, layout {layout}, CPU s", title_justify="left")
     for heading in ("layers", "nodes", "to emit", "derived graphs", "all", "ms a layer", "torch"):
         shown.add_column(heading, justify="right")
-    for layers, found in results.items():
+    for layers, figures in results.items():
         shown.add_row(
-            str(layers), f"{found['nodes']:,.0f}", f"{found['emitted']:.2f}",
-            f"{found['derived']:.2f}", f"{found['passes']:.2f}",
-            f"{1e3 * found['passes'] / layers:.0f}", f"{found['torch']:.2f}",
+            str(layers), f"{figures['nodes']:,.0f}", f"{figures['emitted']:.2f}",
+            f"{figures['derived']:.2f}", f"{figures['passes']:.2f}",
+            f"{1e3 * figures['passes'] / layers:.0f}", f"{figures['torch']:.2f}",
         )  # fmt: skip
     return shown
 
@@ -129,8 +129,8 @@ def apart(layers: int, layout: str, ranks: int) -> dict[str, float]:
     ]
     command += ["--layout", layout, "--ranks", str(ranks)]
     done = subprocess.run(command, env=dict(os.environ), stdout=subprocess.PIPE, check=True)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         facts = {"date": cells.now(), "machine": cells.machine(), "layout": options.layout}
         options.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    return int(any(found["passes"] > MOST for n, found in results.items() if n <= 80))
+    return int(any(figures["passes"] > MOST for n, figures in results.items() if n <= 80))
 
 
 if __name__ == "__main__":

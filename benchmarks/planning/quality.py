@@ -61,7 +61,7 @@ from autopar.world.machines import (
     GLOO_NETWORK_S,
     GLOO_S,
 )
-from benchmarks.planning.__main__ import Made, chosen, h100, named
+from benchmarks.planning.__main__ import ModelAndInputs, chosen, h100, named
 from examples.gpt import GPT, Block, Config
 
 MESH = Mesh.parse("x32.y8")
@@ -88,7 +88,7 @@ class Planned:
     in_blocks: frozenset[Value]
 
     @property
-    def moves(self) -> Iterator[tuple[SentCollective, float]]:
+    def sent(self) -> Iterator[tuple[SentCollective, float]]:
         """Every collective with the bytes that a rank sends."""
         for move, collective in zip(
             sent_collectives(self.program), self.plan.collectives, strict=True
@@ -98,7 +98,7 @@ class Planned:
     def gigabytes(self) -> dict[str, float]:
         """What a rank sends, by what it is for; the peer counts an all-to-all as we do."""
         sent_by_purpose: dict[str, float] = defaultdict(float)
-        for move, sent in self.moves:
+        for move, sent in self.sent:
             sent_by_purpose[self._purpose(move)] += sent / 1e9
         return sent_by_purpose
 
@@ -109,20 +109,20 @@ class Planned:
 
     def blocks_gathers(self) -> float:
         """GB of the gathers that recompute="gathers" repeats."""
-        several = ((m, sent) for m, sent in self.moves if not m.backward)
-        found = (sent for m, sent in several if tuple(m.node.meta["value"]) in self.in_blocks)
-        return sum(found) / 1e9
+        several = ((m, sent) for m, sent in self.sent if not m.backward)
+        gathers = (sent for m, sent in several if tuple(m.node.meta["value"]) in self.in_blocks)
+        return sum(gathers) / 1e9
 
 
 def planned(
-    made: Made,
+    example: ModelAndInputs,
     world: World,
     mesh: str | None,
     dtype: torch.dtype | None = None,
     again: bool = False,
 ) -> Planned:
     """`again`: searched as if products' weights in blocks were gathered again in the backward."""
-    model, inputs = made
+    model, inputs = example
     request = PlanRequest("auto", reduce_dtype=dtype)
     program = analyse(PassManager(), trace.trace(model, inputs, {}), request)
     fetching = regather_weights(program)
@@ -134,13 +134,13 @@ def planned(
 LINK_BYTES_PER_S = 400e6 / 8
 
 
-def gpt2_block() -> Made:
+def gpt2_block() -> ModelAndInputs:
     """One layer at GPT-2's width in float32."""
     with torch.device("meta"):
         return Block(Config(width=768, heads=12)), (torch.zeros(32, 1024, 768),)
 
 
-def small_gpt() -> Made:
+def small_gpt() -> ModelAndInputs:
     """The GPT of the step-time benchmark: 17 M parameters, 67 MB of gradients."""
     with torch.device("meta"):
         tokens = torch.zeros(16, 128, dtype=torch.int64)
@@ -186,23 +186,23 @@ def _line(kind: str, axes: tuple[str, ...]) -> Measured:
     return Measured(kind, digits, size(digits), start, rate)
 
 
-def peers_seconds(found: Iterable[SentCollective], world: World) -> float:
+def peers_seconds(sends: Iterable[SentCollective], world: World) -> float:
     """Of all collectives, by the peer's prices."""
     total = 0.0
-    for move in found:
-        way = flat_algorithms(world, move.traffic.collective, pattern(MESH, move.axes))[0]
-        total += way.seconds(move.traffic.elements * move.element_bytes)
+    for move in sends:
+        algorithm = flat_algorithms(world, move.traffic.collective, pattern(MESH, move.axes))[0]
+        total += algorithm.seconds(move.traffic.elements * move.element_bytes)
     return total
 
 
 # -- over the link ---------------------------------------------------------------------------------
-def over_the_link(found: Planned) -> float:
+def over_the_link(result: Planned) -> float:
     """Bytes that leave a node of `cluster` in a step, by the levels that the graph's collectives go
     in: seconds on one where a byte over the link takes a second and all else nothing.
     """
     counting, total = cluster(1.0, 1e24), 0.0
-    for move, _ in found.moves:
-        kind, digits = move.traffic.collective, pattern(found.plan.mesh, move.axes)
+    for move, _ in result.sent:
+        kind, digits = move.traffic.collective, pattern(result.plan.mesh, move.axes)
         whole = float(move.traffic.elements * move.element_bytes)
         inside = move.node.kwargs.get("backward_inside" if move.backward else "inside", ())
         for ranks in [inside] if isinstance(inside, int) else inside:  # type: ignore[union-attr]
@@ -222,39 +222,39 @@ def _leaves_a_node(digits: Any) -> bool:
 # -- the report ------------------------------------------------------------------------------------
 def llama() -> dict[str, dict[str, float]]:
     """Of the plan for H100s and the one by the peer's prices: GB, seconds, and the proven gap."""
-    theirs, found = by_peers_prices(), {}
+    theirs, figures = by_peers_prices(), {}
     for name, world, again in (
         ("chosen for H100s", h100(256)(), False),
         ("chosen by the peer's prices", theirs, False),
         ("the same, to gather again", theirs, True),
     ):
-        one = planned(named("llama3-8b", 64, 4)(), world, str(MESH), torch.float32, again)
-        sent = one.gigabytes()
+        result = planned(named("llama3-8b", 64, 4)(), world, str(MESH), torch.float32, again)
+        sent = result.gigabytes()
         total = sum(sent.values())
-        found[name] = {
+        figures[name] = {
             **{purpose: sent[purpose] for purpose in sorted(sent)},
             "GB": total,
             "of 2.954": total / PEER_ONCE_GB,
             "of 3.338": total / PEER_GB,
-            "blocks gathering twice": total + one.blocks_gathers(),
+            "blocks gathering twice": total + result.blocks_gathers(),
             "all weights twice": total + sent["gathers of weights"],
-            "ms a step, as chosen": 1e3 * one.plan.seconds,
-            "ms of collectives, peer's": 1e3 * peers_seconds((m for m, _ in one.moves), theirs),
-            "gap": one.plan.gap,
+            "ms a step, as chosen": 1e3 * result.plan.seconds,
+            "ms of collectives, peer's": 1e3 * peers_seconds((m for m, _ in result.sent), theirs),
+            "gap": result.plan.gap,
         }
-    return found
+    return figures
 
 
 def gpt() -> dict[str, float]:
-    found = planned(small_gpt(), cluster(), None)
-    crossing = over_the_link(found) / 1e6
-    return {"MB": crossing, "of 67": crossing / TWO_LEVEL_MB, "ms": 1e3 * found.plan.seconds}
+    result = planned(small_gpt(), cluster(), None)
+    crossing = over_the_link(result) / 1e6
+    return {"MB": crossing, "of 67": crossing / TWO_LEVEL_MB, "ms": 1e3 * result.plan.seconds}
 
 
 def block() -> dict[str, float]:
-    found = planned(gpt2_block(), h100(4)(), None)
-    sent = found.plan.comm_bytes / 1e6
-    return {"MB": sent, "of 42.5": sent / PEER_BLOCK_MB, "ms": 1e3 * found.plan.seconds}
+    result = planned(gpt2_block(), h100(4)(), None)
+    sent = result.plan.comm_bytes / 1e6
+    return {"MB": sent, "of 42.5": sent / PEER_BLOCK_MB, "ms": 1e3 * result.plan.seconds}
 
 
 def hidden() -> dict[str, dict[str, float]]:
@@ -264,21 +264,21 @@ def hidden() -> dict[str, dict[str, float]]:
     shortened = ShortenedModel(program, world := cluster())
     return {
         f"plan {number}": {
-            "step, ms": 1e3 * simulate_plan(one.program, world),
-            "sum, ms": 1e3 * one.plan.seconds,
+            "step, ms": 1e3 * simulate_plan(contender.program, world),
+            "sum, ms": 1e3 * contender.plan.seconds,
         }
-        for number, one in enumerate(fastest_plans(shortened, PlanRequest(overlap=True)), 1)
+        for number, contender in enumerate(fastest_plans(shortened, PlanRequest(overlap=True)), 1)
     }
 
 
 def table(rows: dict[str, dict[str, float]], title: str) -> Table:
-    made = Table(title=title, title_justify="left")
-    made.add_column("")
+    shown = Table(title=title, title_justify="left")
+    shown.add_column("")
     for name in next(iter(rows.values())):
-        made.add_column(name, justify="right")
+        shown.add_column(name, justify="right")
     for name, row in rows.items():
-        made.add_row(name, *(f"{value:.4g}" for value in row.values()))
-    return made
+        shown.add_row(name, *(f"{value:.4g}" for value in row.values()))
+    return shown
 
 
 def main(arguments: list[str] | None = None) -> int:

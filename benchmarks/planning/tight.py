@@ -45,7 +45,7 @@ def rows(width: str, ranks: int) -> list[Row]:
         model = Llama(replace(NAMED[width], layers=LAYERS)).to(torch.bfloat16)
     tokens = torch.ones(ranks, TOKENS, dtype=torch.int64, device="meta")
     world = World.preset("dgx-h100", ranks=ranks)
-    found: list[Row] = []
+    results: list[Row] = []
 
     def call(share: float | None, limit: float) -> None:
         start = time.process_time()
@@ -55,12 +55,12 @@ def rows(width: str, ranks: int) -> list[Row]:
             row |= {"step": plan.step_seconds, "sum": plan.seconds, "peak": plan.peak_bytes}
         except autopar.PlanError as error:
             row["error"] = str(error).splitlines()[0]
-        found.append(row | {"cpu": time.process_time() - start})
+        results.append(row | {"cpu": time.process_time() - start})
 
     call(None, ENOUGH)
     for share in SHARES:
-        call(share, share * found[0]["peak"])
-    return found
+        call(share, share * results[0]["peak"])
+    return results
 
 
 def longer(now: list[Row], before: list[Row]) -> list[str]:

@@ -112,14 +112,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.no_run:
         statuses = [run(model, shape, options, path, console) for model, shape in options.cells]
         status = max(statuses)
-    found = cells.load(path)["cells"]
+    saved = cells.load(path)["cells"]
     if options.no_run:
-        for cell in found:
+        for cell in saved:
             console.print(table(cell))
     if options.earlier:
-        console.print(earlier_table(found))
-    short = [summaries.summary(cell) for cell in found]
-    if found:
+        console.print(earlier_table(saved))
+    short = [summaries.summary(cell) for cell in saved]
+    if saved:
         step_pages.draw(short, options.out)
         console.print(step_pages.verdicts(short))
     if options.docs:
@@ -179,17 +179,17 @@ def table(cell: Cell) -> Table:
         f"medians of {cell['steps']} steps; a step's time is the slowest rank's; cable: sent by "
         f"the busiest node; load average before {cell['load']:.1f}; world {world}: {cell['world']}"
     )
-    found = Table(title=cells.title(cell), title_justify="left", caption=caption)
-    found.add_column("contestant")
+    shown = Table(title=cells.title(cell), title_justify="left", caption=caption)
+    shown.add_column("contestant")
     for heading in HEADINGS:
-        found.add_column(heading, justify="right")
-    found.add_column("mesh or reason", overflow="fold")
+        shown.add_column(heading, justify="right")
+    shown.add_column("mesh or reason", overflow="fold")
     for timed in sorted(cells.standing(cell), key=cells.median):
-        found.add_row(*row(timed, peer))
+        shown.add_row(*row(timed, peer))
     for timed in cell["contestants"]:
         if timed["reason"]:
-            found.add_row(timed["name"], *[""] * len(HEADINGS), timed["reason"])
-    return found
+            shown.add_row(timed["name"], *[""] * len(HEADINGS), timed["reason"])
+    return shown
 
 
 def row(timed: dict[str, Any], peer: dict[str, Any] | None) -> tuple[str, ...]:
@@ -207,13 +207,13 @@ def row(timed: dict[str, Any], peer: dict[str, Any] | None) -> tuple[str, ...]:
     )
 
 
-def earlier_table(found: list[Cell]) -> Table:
+def earlier_table(saved: list[Cell]) -> Table:
     """The peers' forward and backward now and as it was measured before."""
     shown = Table("rate", "contestant", title="The row that was measured before, again")
     for heading in ("then s", "now s", "now ÷ then", "load"):
         shown.add_column(heading, justify="right")
     for rate, row_of_rate in EARLIER.items():
-        cell = next((c for c in found if cells.key(c) == ("gpt", 2, 2, read_rate(rate))), None)
+        cell = next((c for c in saved if cells.key(c) == ("gpt", 2, 2, read_rate(rate))), None)
         for timed in cell["contestants"] if cell else ():
             then, now = row_of_rate.get(timed["name"]), cells.median(timed, "forward_backward")
             if cell and then:

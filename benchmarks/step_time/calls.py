@@ -51,12 +51,12 @@ def llama(width: int) -> nn.Module:
 
 def seconds_of(work: Any, times: int) -> float:
     """Return the median of the CPU seconds of this thread over so many runs."""
-    found = []
+    seconds = []
     for _ in range(times):
         began = time.thread_time()
         work()
-        found.append(time.thread_time() - began)
-    return statistics.median(found)
+        seconds.append(time.thread_time() - began)
+    return statistics.median(seconds)
 
 
 def measure(width: int, rows: int, tokens: int, times: int) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def measure(width: int, rows: int, tokens: int, times: int) -> dict[str, Any]:
     graph.run = run
     return {
         "modules": len(list(par.modules())), "parameters": len(list(par.parameters())),
-        **{name: (min(found[1:]), max(found[1:])) for name, found in medians.items()},
+        **{name: (min(values[1:]), max(values[1:])) for name, values in medians.items()},
         "step_s": step_s,
     }  # fmt: skip
 
@@ -112,10 +112,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--times", type=int, default=100)
     parser.add_argument("--out", help=argparse.SUPPRESS)
-    asked = parser.parse_args(arguments)
-    sizes = asked.width, asked.rows, asked.tokens, asked.times
-    if asked.out:
-        on_rank(asked.out, *sizes)
+    options = parser.parse_args(arguments)
+    sizes = options.width, options.rows, options.tokens, options.times
+    if options.out:
+        on_rank(options.out, *sizes)
         return 0
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/facts.json"

@@ -57,9 +57,9 @@ def measured(model: str, shape: Shape, settings: Settings) -> Cell:
             str(Path(folder, "cell.json")), steps, settings.warmups, settings.trace,
             settings.calibrate_s, settings.seen,
         )  # fmt: skip
-        given = Path(folder, "job.json")
-        given.write_text(json.dumps(asdict(job)))
-        command = [sys.executable, "-m", "benchmarks.step_time.ranks", str(given)]
+        job_file = Path(folder, "job.json")
+        job_file.write_text(json.dumps(asdict(job)))
+        command = [sys.executable, "-m", "benchmarks.step_time.ranks", str(job_file)]
         launch(shape, command, settings.timeout, loopback).check()
         cell = json.loads(Path(job.out).read_text())
     return {**cell, "date": now(), "calibrated": settings.calibrate_s > 0}

@@ -110,15 +110,15 @@ def _gathered(add: Any, x: fx.Node, w: fx.Node, ranks: int, group: str) -> fx.No
     sent = add(aten.unsqueeze.default, (x, 0))
     done = _wait(add, add(functional.all_gather_into_tensor.default, (sent, ranks, group)))
     apart = add(aten.view.default, (done, [ranks, rows, part]))
-    beside = add(aten.permute.default, (apart, [1, 0, 2]))
-    whole = add(aten.clone.default, (beside,), {"memory_format": torch.contiguous_format})
+    side_by_side = add(aten.permute.default, (apart, [1, 0, 2]))
+    whole = add(aten.clone.default, (side_by_side,), {"memory_format": torch.contiguous_format})
     left = add(aten.view.default, (whole, [rows, ranks * part]))
     return add(aten.mm.default, (left, w))
 
 
 def _wait(add: Any, sent: fx.Node) -> fx.Node:
-    found: fx.Node = add(functional.wait_tensor.default, (sent,))
-    return found
+    waited: fx.Node = add(functional.wait_tensor.default, (sent,))
+    return waited
 
 
 _LINKS: dict[str, Callable[..., fx.Node]] = {
@@ -159,11 +159,11 @@ def prepared(graph: fx.Graph, world: World) -> Callable[..., Any]:
 
 
 # -- on a rank -------------------------------------------------------------------------------------
-def timed(run: Callable[..., Any], given: list[torch.Tensor]) -> float:
+def timed(run: Callable[..., Any], operands: list[torch.Tensor]) -> float:
     """Seconds of the slowest rank."""
     dist.barrier()
     started = time.perf_counter()
-    run(*given)
+    run(*operands)
     taken = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
@@ -203,17 +203,17 @@ def raced(case: Case, world: World, group: str, pairs: int) -> dict[str, Any]:
     cut = chunk.chunk(DerivedGraph(graph, "forward"), world).graph
     counts = [sum(collective_of(node) is not None for node in g.nodes) for g in (graph, cut)]
     torch.manual_seed(dist.get_rank())
-    given = [
+    operands = [
         torch.randn(n.meta["val"].shape) / n.meta["val"].shape[0] ** 0.5
         for n in graph.find_nodes(op="placeholder")
     ]
     runs = [prepared(g, world) for g in (graph, cut)]
-    (one,), (other,) = runs[0](*given), runs[1](*given)
-    error = float((one - other).norm() / one.norm())
+    (expected,), (other,) = runs[0](*operands), runs[1](*operands)
+    error = float((expected - other).norm() / expected.norm())
     seconds: list[list[float]] = [[], []]
     for number in range(pairs):
         for which in (0, 1) if number % 2 else (1, 0):
-            seconds[which].append(timed(runs[which], given))
+            seconds[which].append(timed(runs[which], operands))
     modelled = [graph_seconds(g, world, frozenset(), "forward") for g in (graph, cut)]
     product, collective = apart(case, world.ranks, group)
     return {
@@ -235,16 +235,16 @@ def on_rank(job: dict[str, Any]) -> None:
     world = with_products(world, group)
     cases = [sized(kind, ratio, world, group) for kind in job["kinds"] for ratio in RATIOS]
     with torch.no_grad():
-        found = [raced(case, world, group, job["pairs"]) for case in cases]
+        results = [raced(case, world, group, job["pairs"]) for case in cases]
     if dist.get_rank() == 0:
-        Path(job["out"]).write_text(json.dumps({"contention": lost, "cases": found}))
+        Path(job["out"]).write_text(json.dumps({"contention": lost, "cases": results}))
     dist.barrier()
     dist.destroy_process_group()
 
 
 # -- outside ---------------------------------------------------------------------------------------
-def gains(found: dict[str, Any]) -> list[float]:
-    whole, cut = found["seconds"]
+def gains(result: dict[str, Any]) -> list[float]:
+    whole, cut = result["seconds"]
     return [a / b for a, b in zip(whole, cut, strict=True)]
 
 
@@ -254,13 +254,14 @@ def table(results: list[dict[str, Any]], shape: Shape, pairs: int) -> Table:
     headings = "product ms", "collective ms", "ratio", "pieces", "whole ms", "gain", "quartiles"
     for heading in (*headings, "modelled", ""):
         shown.add_column(heading, justify="right")
-    for found in results:
-        low, middle, high = statistics.quantiles(gains(found), n=4)
+    for result in results:
+        low, middle, high = statistics.quantiles(gains(result), n=4)
         shown.add_row(
-            found["kind"], f"{found['rows']} × {found['width']}", f"{1e3 * found['product']:.0f}",
-            f"{1e3 * found['collective']:.0f}", f"{found['collective'] / found['product']:.2f}",
-            f"{found['pieces']:g}", f"{1e3 * statistics.median(found['seconds'][0]):.0f}",
-            f"{middle:.2f}", f"{low:.2f}–{high:.2f}", f"{found['modelled']:.2f}",
+            result["kind"], f"{result['rows']} × {result['width']}",
+            f"{1e3 * result['product']:.0f}",
+            f"{1e3 * result['collective']:.0f}", f"{result['collective'] / result['product']:.2f}",
+            f"{result['pieces']:g}", f"{1e3 * statistics.median(result['seconds'][0]):.0f}",
+            f"{middle:.2f}", f"{low:.2f}–{high:.2f}", f"{result['modelled']:.2f}",
             "met" if middle >= WANTED else "missed",
         )  # fmt: skip
     return shown

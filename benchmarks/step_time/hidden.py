@@ -37,15 +37,17 @@ class Account:
 
 def account(step: MeasuredStep) -> Account:
     """Of one rank's step."""
-    on_wire = [(s.start, s.end) for s in step.spans if s.track not in (COMPUTE, WAITS)]
+    communicating = [(s.start, s.end) for s in step.spans if s.track not in (COMPUTE, WAITS)]
     exposed = step.exposed_seconds
-    return Account(step.computing, total(merged(on_wire)), exposed, step.skew_seconds)
+    return Account(step.computing, total(merged(communicating)), exposed, step.skew_seconds)
 
 
 def usual(everywhere: Sequence[Sequence[Account]]) -> Account:
     """Of every rank's steps the median step, each the mean of its ranks."""
-    steps = [[asdict(one) for one in step] for step in zip(*everywhere, strict=True)]
-    means = [{k: statistics.mean(one[k] for one in step) for k in step[0]} for step in steps]
+    steps = [[asdict(figures) for figures in step] for step in zip(*everywhere, strict=True)]
+    means = [
+        {k: statistics.mean(figures[k] for figures in step) for k in step[0]} for step in steps
+    ]
     return Account(**{k: statistics.median(mean[k] for mean in means) for k in means[0]})
 
 
@@ -77,12 +79,12 @@ def least_exposed(events: Sequence[Event], quick: float = 1.0, slow: float = 1.0
     >>> least_exposed([op, sent, op._replace(after=(0,)), op._replace(after=(1,))])
     1.0
     """
-    found = 0.0
+    exposed = 0.0
     for phase in ("forward", "backward"):
         places = [i for i, event in enumerate(events) if event.phase == phase]
         if places:
-            found += _least(events, places, quick, slow)
-    return found
+            exposed += _least(events, places, quick, slow)
+    return exposed
 
 
 def _least(events: Sequence[Event], places: list[int], quick: float, slow: float) -> float:

@@ -250,13 +250,13 @@ def rounds(layout: str, sizes: Sizes, pairs: int, warmups: int = 3) -> dict[str,
     """Seconds of each by round, the slowest rank's, and its loss. Who begins changes by round."""
     torch.manual_seed(1)
     x, target = torch.randn(2, sizes.batch, sizes.sequence, sizes.width)
-    made = contestants(layout, sizes, (x, target))
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+    variants = contestants(layout, sizes, (x, target))
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
     losses = {}
-    names = list(made)
+    names = list(variants)
     for number in range(warmups + pairs):
         for name in names[number % 3 :] + names[: number % 3]:
-            taken, losses[name] = timed(made[name], (x, target))
+            taken, losses[name] = timed(variants[name], (x, target))
             slowest = torch.tensor(taken, dtype=torch.float64)
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
             if number >= warmups:
@@ -268,16 +268,16 @@ def on_rank(job: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     layouts = CASES if dist.get_world_size() > 1 else ("one device",)
-    found = [rounds(layout, Sizes(**job["sizes"]), job["pairs"]) for layout in layouts]
+    results = [rounds(layout, Sizes(**job["sizes"]), job["pairs"]) for layout in layouts]
     if dist.get_rank() == 0:
-        Path(job["out"]).write_text(json.dumps(found))
+        Path(job["out"]).write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
 
 # -- outside ---------------------------------------------------------------------------------------
-def ratios(found: dict[str, Any], of: str, over: str) -> list[float]:
-    pairs = zip(found["seconds"][of], found["seconds"][over], strict=True)
+def ratios(result: dict[str, Any], of: str, over: str) -> list[float]:
+    pairs = zip(result["seconds"][of], result["seconds"][over], strict=True)
     return [a / b for a, b in pairs]
 
 
@@ -285,25 +285,25 @@ def table(results: list[dict[str, Any]], pairs: int) -> Table:
     shown = Table("ranks", "layout", title=f"forward and backward, medians of {pairs} rounds")
     for heading in ("by hand ms", "emitted ÷ by hand", "quartiles", "emitted ÷ DTensor eager", ""):
         shown.add_column(heading, justify="right")
-    for found in results:
-        to_hand, to_eager = ratios(found, EMITTED, HAND), ratios(found, EMITTED, EAGER)
+    for result in results:
+        to_hand, to_eager = ratios(result, EMITTED, HAND), ratios(result, EMITTED, EAGER)
         low, middle, high = statistics.quantiles(to_hand, n=4)
         met = middle <= WANTED and statistics.median(to_eager) < 1
         shown.add_row(
-            str(found["ranks"]), found["layout"],
-            f"{1e3 * statistics.median(found['seconds'][HAND]):.1f}", f"{middle:.3f}",
+            str(result["ranks"]), result["layout"],
+            f"{1e3 * statistics.median(result['seconds'][HAND]):.1f}", f"{middle:.3f}",
             f"{low:.3f}–{high:.3f}", f"{statistics.median(to_eager):.3f}",
             "met" if met else "missed",
         )  # fmt: skip
     return shown
 
 
-def wrong(found: dict[str, Any]) -> str:
+def wrong(result: dict[str, Any]) -> str:
     """What differs from the loss by hand, in words; "" where nothing does."""
-    expected = found["losses"][HAND]
-    off = {n: abs(loss - expected) / expected for n, loss in found["losses"].items()}
+    expected = result["losses"][HAND]
+    off = {n: abs(loss - expected) / expected for n, loss in result["losses"].items()}
     named = [f"{name} is {error:.1e} off" for name, error in off.items() if not error <= 1e-5]
-    return f"{found['ranks']} ranks, {found['layout']}: {', '.join(named)}" if named else ""
+    return f"{result['ranks']} ranks, {result['layout']}: {', '.join(named)}" if named else ""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -330,7 +330,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.json:
         facts = {"date": cells.now(), "machine": cells.machine(), "sizes": sizes}
         options.json.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
-    faults = [fault for found in results if (fault := wrong(found))]
+    faults = [fault for result in results if (fault := wrong(result))]
     for fault in faults:
         console.print(f"[bold red]WRONG[/]: {fault}")
     return int(bool(faults))

@@ -75,7 +75,7 @@ class Gain:
 def gains(cell: Cell) -> list[Gain]:
     """Of every layout whose four contestants were made and right."""
     by_name = {timed["name"]: timed for timed in cells.standing(cell)}
-    found = []
+    collected = []
     for name in [n.removesuffix("+waiting") for n in by_name if n.endswith("+waiting")]:
         waiting, timed = by_name[f"{name}+waiting"], by_name.get(name)
         if timed is None:
@@ -83,7 +83,7 @@ def gains(cell: Cell) -> list[Gain]:
         others = {how: by_name[name + how] for how in HOW[:-1] if name + how in by_name}
         ratios = [b / a for a, b in zip(timed["seconds"], waiting["seconds"], strict=True)]
         seen = timed["seen"]
-        found.append(
+        collected.append(
             Gain(
                 name.removeprefix("autopar "),
                 seen["communication_over_computation"],
@@ -93,7 +93,7 @@ def gains(cell: Cell) -> list[Gain]:
                 waiting["seen"],
             )
         )
-    return found
+    return collected
 
 
 def table(cell: Cell) -> Table:
@@ -103,13 +103,13 @@ def table(cell: Cell) -> Table:
         "exposed s", "late s", "hidden", "waiting hides", "could be",
     ):  # fmt: skip
         shown.add_column(heading, justify="right")
-    for one in gains(cell):
-        buckets, order = (one.gains.get(how, float("nan")) for how in HOW[1:3])
-        least, most = one.spread
-        times = (f"{one.seen[part]:.2f}" for part in ("communication", "exposed", "skew"))
-        parts = one.seen["hidden"], one.waiting.get("hidden", float("nan")), one.seen["could"]
+    for entry in gains(cell):
+        buckets, order = (entry.gains.get(how, float("nan")) for how in HOW[1:3])
+        least, most = entry.spread
+        times = (f"{entry.seen[part]:.2f}" for part in ("communication", "exposed", "skew"))
+        parts = entry.seen["hidden"], entry.waiting.get("hidden", float("nan")), entry.seen["could"]
         shown.add_row(
-            one.name, f"{one.ratio:.2f}", f"{one.gains['']:.2f}", f"{least:.2f}–{most:.2f}",
+            entry.name, f"{entry.ratio:.2f}", f"{entry.gains['']:.2f}", f"{least:.2f}–{most:.2f}",
             f"{buckets:.2f}", f"{order:.2f}", *times, *(f"{part:.0%}" for part in parts),
         )  # fmt: skip
     for timed in cell["contestants"]:
@@ -118,20 +118,20 @@ def table(cell: Cell) -> Table:
     return shown
 
 
-def sentence(found: list[Gain]) -> str:
+def sentence(collected: list[Gain]) -> str:
     """The medians over what counts."""
 
     def said(what: str, figure: str, met: bool) -> str:
         return f"{what} {figure} ({'met' if met else '[bold red]missed[/]'})"
 
-    counting = [one for one in found if one.counts]
+    counting = [entry for entry in collected if entry.counts]
     if not counting:
         return f"no layout's communication is {WINDOW[0]} to {WINDOW[1]} × its computation"
-    gain = statistics.median(one.gains[""] for one in counting)
-    hidden = statistics.median(one.of_possible for one in counting)
+    gain = statistics.median(entry.gains[""] for entry in counting)
+    hidden = statistics.median(entry.of_possible for entry in counting)
     return (
-        f"{len(counting)} of {len(found)} layouts with communication {WINDOW[0]} to {WINDOW[1]} × "
-        f"computation: {said(f'gain, wanted {GAIN}:', f'{gain:.2f}', gain >= GAIN)}; "
+        f"{len(counting)} of {len(collected)} layouts with communication {WINDOW[0]} to "
+        f"{WINDOW[1]} × computation: {said(f'gain, wanted {GAIN}:', f'{gain:.2f}', gain >= GAIN)}; "
         f"{said(f'hidden of what can be, wanted {HIDDEN:.0%}:', f'{hidden:.0%}', hidden >= HIDDEN)}"
     )
 

@@ -13,7 +13,7 @@ from benchmarks.pictures import step_time
 from benchmarks.step_time.summaries import Contestant, Summary, Verdict, cluster_size, ordered
 
 
-def verdicts(found: list[Summary]) -> Table:
+def verdicts(saved: list[Summary]) -> Table:
     """Auto against the best peer, a line a cell."""
     shown = Table(title="auto against the best peer", title_justify="left")
     for heading in ("model", "cluster", "rate", "best peer"):
@@ -21,13 +21,13 @@ def verdicts(found: list[Summary]) -> Table:
     for heading in ("link ÷ step", "peer ÷ auto", "wanted"):
         shown.add_column(heading, justify="right")
     shown.add_column("")
-    for row in _verdicts(found):
+    for row in _verdicts(saved):
         shown.add_row(*row)
     return shown
 
 
-def _verdicts(found: list[Summary]) -> list[tuple[str, ...]]:
-    judged = [(cell, cell["verdict"]) for cell in ordered(found)]
+def _verdicts(saved: list[Summary]) -> list[tuple[str, ...]]:
+    judged = [(cell, cell["verdict"]) for cell in ordered(saved)]
     return [_verdict(cell, verdict) for cell, verdict in judged if verdict is not None]
 
 
@@ -60,35 +60,35 @@ RATIOS = """\
 """
 
 
-def write(found: list[Summary], page: Path) -> None:
+def write(saved: list[Summary], page: Path) -> None:
     """The page, and its picture in images/ beside it."""
-    draw(found, page.parent / "images")
+    draw(saved, page.parent / "images")
     lines = [PREFACE, "![steps of peers and of autopar](images/step-time.svg)\n"]
-    lines += [*_ratio_lines(found), "", _provenance(found)]
+    lines += [*_ratio_lines(saved), "", _provenance(saved)]
     lines += ["\n## Seconds a step: median (least–most)"]
-    for model, of_model in groupby(ordered(found), key=lambda cell: cell["model"]):
+    for model, of_model in groupby(ordered(saved), key=lambda cell: cell["model"]):
         lines += [f"\n### {model}, {SUBJECTS[model].why}"]
         for size, of_size in groupby(of_model, key=cluster_size):
             lines += ["", *_matrix(size, list(of_size))]
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def draw(found: list[Summary], folder: Path) -> None:
+def draw(saved: list[Summary], folder: Path) -> None:
     """The picture of these cells, as step-time.svg."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "step-time.svg").write_text(step_time.picture(found), encoding="utf-8")
+    (folder / "step-time.svg").write_text(step_time.picture(saved), encoding="utf-8")
 
 
 def _model_and_size(cell: Summary) -> tuple[str, str]:
     return cell["model"], cluster_size(cell)
 
 
-def _ratio_lines(found: list[Summary]) -> list[str]:
+def _ratio_lines(saved: list[Summary]) -> list[str]:
     """A line a model and cluster, a column a rate."""
-    rates = sorted({cell["rate"] or float("inf") for cell in found})
+    rates = sorted({cell["rate"] or float("inf") for cell in saved})
     texts = [rate_text(None if rate == float("inf") else rate) for rate in rates]
     rows = [("model", "cluster", *texts)]
-    for (model, size), group in groupby(ordered(found), key=_model_and_size):
+    for (model, size), group in groupby(ordered(saved), key=_model_and_size):
         by_rate = {rate_text(cell["rate"]): _ratio(cell["verdict"]) for cell in group}
         rows.append((model, size, *(by_rate.get(text, "") for text in texts)))
     return [RATIOS, *markdown(rows)]
@@ -105,14 +105,14 @@ def markdown(rows: list[tuple[str, ...]]) -> list[str]:
     return [lines[0], "|" + "---|" * len(rows[0]), *lines[1:]]
 
 
-def _matrix(size: str, found: list[Summary]) -> list[str]:
+def _matrix(size: str, saved: list[Summary]) -> list[str]:
     """A line a contestant, a column a rate, of a cluster of this size."""
-    names = list(dict.fromkeys(t["name"] for cell in found for t in cell["contestants"]))
-    rows = [(size, *(rate_text(cell["rate"]) for cell in found))]
+    names = list(dict.fromkeys(t["name"] for cell in saved for t in cell["contestants"]))
+    rows = [(size, *(rate_text(cell["rate"]) for cell in saved))]
     for name in names:
-        by_cell = ({t["name"]: t for t in cell["contestants"]}.get(name) for cell in found)
+        by_cell = ({t["name"]: t for t in cell["contestants"]}.get(name) for cell in saved)
         rows.append((name, *(_entry(timed) for timed in by_cell)))
-    reasons = {t["name"]: t["reason"] for c in found for t in c["contestants"] if t["reason"]}
+    reasons = {t["name"]: t["reason"] for c in saved for t in c["contestants"] if t["reason"]}
     below = [f"- {name}: {reason}" for name, reason in reasons.items()]
     return [*markdown(rows), *([""] if below else []), *below]
 
@@ -126,9 +126,9 @@ def _entry(timed: Contestant | None) -> str:
     return f"{spread['median']:.3f} ({spread['least']:.2f}–{spread['most']:.2f})"
 
 
-def _provenance(found: list[Summary]) -> str:
+def _provenance(saved: list[Summary]) -> str:
     """When the cells were timed, and on what."""
-    days = sorted(cell["date"].split()[0] for cell in found)
-    machines = "; ".join(dict.fromkeys(cell["machine"] for cell in found))
+    days = sorted(cell["date"].split()[0] for cell in saved)
+    machines = "; ".join(dict.fromkeys(cell["machine"] for cell in saved))
     when = " to ".join(dict.fromkeys((days[0], days[-1])))
     return f"Timed on {when}. Machines: {machines}."

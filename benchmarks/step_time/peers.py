@@ -31,7 +31,7 @@ import autopar
 from autopar.passes import OPTIONS
 from autopar.planner.request import Layouts
 from autopar.runtime.backends import Overlap
-from benchmarks.models import Llama
+from autopar.tools.targets import Llama, LlamaAttention
 from benchmarks.step_time.forced import FORCED
 
 RATE = 1e-3  # of AdamW
@@ -116,9 +116,9 @@ def tensor(model: nn.Module, per_node: int) -> Contestant:
 def fsdp2_tensor(model: nn.Module, per_node: int) -> Contestant:
     """Tensor parallelism within a node, FSDP2 between nodes."""
     mesh = init_device_mesh("cpu", _grid(per_node), mesh_dim_names=("data", "tensor"))
-    made = sharded(split(model, mesh["tensor"]), mesh["data"])
+    wrapped = sharded(split(model, mesh["tensor"]), mesh["data"])
     place = (mesh["data"].get_local_rank(), mesh["data"].size())
-    return Contestant("FSDP2 × tensor", made, place, loss_parallel)
+    return Contestant("FSDP2 × tensor", wrapped, place, loss_parallel)
 
 
 Maker = Callable[[nn.Module, int], Contestant]
@@ -159,20 +159,19 @@ def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     same input; logits stay split on the vocabulary, for `loss_parallel`. Raises ValueError where a
     rank would get a part of a head.
     """
-    if isinstance(model, Llama) and model.groups % mesh.size():
-        raise ValueError(
-            f"{model.groups} key and value heads do not split over {mesh.size()} ranks"
-        )
+    for attention in model.modules():
+        if isinstance(attention, LlamaAttention) and attention.key_heads % mesh.size():
+            heads = f"{attention.key_heads} key and value heads"
+            raise ValueError(f"{heads} do not split over {mesh.size()} ranks")
     outer: dict[str, ParallelStyle] = {
         "token": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
-    held = dict(model.named_children())
-    parallelize_module(model, mesh, {name: s for name, s in outer.items() if name in held})
+    children = dict(model.named_children())
+    parallelize_module(model, mesh, {name: s for name, s in outer.items() if name in children})
     for block in model.get_submodule("blocks").children():
         parallelize_module(block, mesh, _styles(model))
-        if not isinstance(model, Llama):
-            _own_heads(block.get_submodule("attention"), mesh)
+        _own_heads(block.get_submodule("attention"), mesh)
     return model
 
 
@@ -193,7 +192,7 @@ def _styles(model: nn.Module) -> dict[str, ParallelStyle]:
         desired_input_layouts=(Replicate(), None, None),
         use_local_output=False,
     )
-    names = {"query": columns(), "key": columns(), "value": columns(), "out": rows()}
+    names = {"q": columns(), "k": columns(), "v": columns(), "out": rows()}
     return {
         "attention": attention,
         **{f"attention.{name}": style for name, style in names.items()},
@@ -205,10 +204,13 @@ def _styles(model: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _own_heads(attention: Any, mesh: DeviceMesh) -> None:
-    """A rank's rows of the fused weight become its own heads' of query, key and value: how Megatron
-    stores it. The numbers are those of the single device.
+    """A rank computes its own heads. Its rows of a fused weight become these heads' of query, key
+    and value: how Megatron stores it. The numbers are those of the single device.
     """
     attention.heads //= mesh.size()
+    if isinstance(attention, LlamaAttention):
+        attention.key_heads //= mesh.size()
+        return
     for p in attention.qkv.parameters():
         assert isinstance(p, DTensor)
         whole = p.full_tensor().unflatten(0, (3, mesh.size(), -1))
@@ -241,7 +243,7 @@ def parallel(
     return Contestant(name, par, plan=par.plan)
 
 
-def made(
+def contestant_of(
     name: str, model: nn.Module, per_node: int, world: autopar.World, batch: Batch
 ) -> Contestant:
     """A contestant by its name: a peer's, or "autopar LAYOUT". Raises what the maker raises."""

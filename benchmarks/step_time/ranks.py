@@ -74,7 +74,7 @@ class Timed:
     modelled: float = 0.0
     scheduled: float = 0.0  # modelled seconds of the forward and the backward that run
     mesh: str = ""
-    made_in: float = 0.0
+    setup_s: float = 0.0
     seen: dict[str, float] = field(default_factory=dict)  # see `look`
 
 
@@ -88,7 +88,7 @@ class Single:
 
 def alone(subject: Subject, steps: int) -> Single:
     """On rank 0; the others wait."""
-    found: list[Any] = [None]
+    results: list[Any] = [None]
     if dist.get_rank() == 0:
         model = subject.model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=peers.RATE, fused=True)
@@ -100,9 +100,9 @@ def alone(subject: Subject, steps: int) -> Single:
             norm = norm or math.sqrt(sum(_squared(p.grad) for p in model.parameters()))
             optimizer.step()
             losses.append(float(loss.detach()))
-        found = [Single(losses, norm)]
-    dist.broadcast_object_list(found)
-    return found[0]
+        results = [Single(losses, norm)]
+    dist.broadcast_object_list(results)
+    return results[0]
 
 
 def _squared(gradient: torch.Tensor | None) -> float:
@@ -159,9 +159,9 @@ def judge(timed: Timed, single: Single) -> None:
         timed.reason = f"WRONG: its {what} is {timed.error:.1e} off the single device's"
 
 
-def _off(found: float, expected: float) -> float:
+def _off(actual: float, expected: float) -> float:
     """The relative difference; infinite where one is not a number."""
-    off = abs(found - expected) / abs(expected)
+    off = abs(actual - expected) / abs(expected)
     return off if off == off else math.inf
 
 
@@ -184,19 +184,21 @@ def enter(job: Job, world: autopar.World) -> tuple[dict[str, peers.Contestant], 
     for name in job.contestants:
         timed, started = Timed(name), time.perf_counter()
         try:
-            made = peers.made(name, model, job.ranks_per_node, world, batch)
+            contestant = peers.contestant_of(name, model, job.ranks_per_node, world, batch)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             timed.reason = f"refused: {str(error).splitlines()[0]}"
         else:
-            contestants[name] = made
-            if made.plan is not None:
-                timed.modelled = made.plan.overlapped or made.plan.seconds
-                timed.mesh = str(made.plan.mesh)
-                if made.plan.stage_starts:
-                    timed.mesh += f" {made.plan.layout}, {made.plan.microbatches} micro-batches"
-        timed.made_in = time.perf_counter() - started
+            contestants[name] = contestant
+            if contestant.plan is not None:
+                timed.modelled = contestant.plan.overlapped or contestant.plan.seconds
+                timed.mesh = str(contestant.plan.mesh)
+                if contestant.plan.stage_starts:
+                    timed.mesh += (
+                        f" {contestant.plan.layout}, {contestant.plan.microbatches} micro-batches"
+                    )
+        timed.setup_s = time.perf_counter() - started
         table.append(timed)
-        say(f"{name}: {timed.reason or f'made in {timed.made_in:.1f} s {timed.mesh}'}")
+        say(f"{name}: {timed.reason or f'made in {timed.setup_s:.1f} s {timed.mesh}'}")
     return contestants, table
 
 

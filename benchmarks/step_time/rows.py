@@ -26,17 +26,17 @@ def reduced(rows: Tensor) -> Tensor:
 
 def added(rows: Tensor) -> Tensor:
     """Writes to rows[0]."""
-    one, *others = rows
+    total, *others = rows
     for other in others:
-        one.add_(other)
-    return one
+        total.add_(other)
+    return total
 
 
-def seconds(way: Callable[[Tensor], Tensor], rows: Tensor, cold: Tensor) -> float:
+def seconds(run: Callable[[Tensor], Tensor], rows: Tensor, cold: Tensor) -> float:
     """Of one sum of rows that are in no cache."""
     cold.add_(1)
     start = time.perf_counter()
-    way(rows)
+    run(rows)
     return time.perf_counter() - start
 
 
@@ -58,9 +58,9 @@ def main() -> int:
                 (seconds(reduced, rows, cold), seconds(added, rows, cold))
                 for _ in range(options.pairs)
             ]
-            one, other = (1e3 * statistics.median(taken) for taken in zip(*pairs, strict=True))
+            reducing, other = (1e3 * statistics.median(taken) for taken in zip(*pairs, strict=True))
             ratio = statistics.median(a / b for a, b in pairs)
-            cells = (f"{one:.3f}", f"{other:.3f}", f"{ratio:.2f}", str(same))
+            cells = (f"{reducing:.3f}", f"{other:.3f}", f"{ratio:.2f}", str(same))
             table.add_row(str(count), str(kilobytes), *cells)
             alike &= same
     Console(highlight=False).print(table)

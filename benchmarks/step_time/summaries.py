@@ -92,7 +92,7 @@ def _spread(timed: dict[str, Any]) -> Spread:
     return {"median": round(cells.median(timed), 3), "least": least, "most": most}
 
 
-def ordered(found: Iterable[Summary]) -> list[Summary]:
+def ordered(saved: Iterable[Summary]) -> list[Summary]:
     """By model, number of ranks, number of nodes and rate; a link without a limit comes last."""
 
     def place(cell: Summary) -> tuple[float, ...]:
@@ -100,7 +100,7 @@ def ordered(found: Iterable[Summary]) -> list[Summary]:
         nodes, each = cell["nodes"], cell["ranks_per_node"]
         return list(SUBJECTS).index(cell["model"]), nodes * each, nodes, rate
 
-    return sorted(found, key=place)
+    return sorted(saved, key=place)
 
 
 def cluster_size(cell: Summary) -> str:
@@ -148,15 +148,15 @@ def floor(cell: Cell, timed: dict[str, Any]) -> float:
 
 
 # -- a page's file ---------------------------------------------------------------------------------
-def merge(path: Path, found: Iterable[Summary]) -> list[Summary]:
+def merge(path: Path, added: Iterable[Summary]) -> list[Summary]:
     """What the file has from now on: of each cell the newest, in order of their dates."""
-    every: list[Summary] = [*cells.load(path)["cells"], *found]
+    every: list[Summary] = [*cells.load(path)["cells"], *added]
     newest = {cells.key(cell): cell for cell in sorted(every, key=_date)}
-    kept = sorted(newest.values(), key=_date)
-    text = json.dumps({"cells": kept}, indent=1, ensure_ascii=False)
+    by_date = sorted(newest.values(), key=_date)
+    text = json.dumps({"cells": by_date}, indent=1, ensure_ascii=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
-    return kept
+    return by_date
 
 
 def _date(cell: Summary) -> str:

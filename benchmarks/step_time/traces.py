@@ -51,13 +51,13 @@ def merged(spans: Iterable[Span]) -> list[Span]:
     >>> merged([(3, 4), (0, 1), (1, 2), (0.5, 0.6)])
     [(0, 2), (3, 4)]
     """
-    found: list[Span] = []
+    combined: list[Span] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        if combined and start <= combined[-1][1]:
+            combined[-1] = (combined[-1][0], max(end, combined[-1][1]))
         else:
-            found.append((start, end))
-    return found
+            combined.append((start, end))
+    return combined
 
 
 def total(spans: Iterable[Span]) -> float:
@@ -70,16 +70,16 @@ def common(a: list[Span], b: list[Span]) -> list[Span]:
     >>> common([(0, 2), (3, 5)], [(1, 4)])
     [(1, 2), (3, 4)]
     """
-    found, i, j = [], 0, 0
+    overlaps, i, j = [], 0, 0
     while i < len(a) and j < len(b):
         start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < end:
-            found.append((start, end))
+            overlaps.append((start, end))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return overlaps
 
 
 def account(name: str, events: Iterable[dict[str, Any]]) -> Account:
@@ -98,31 +98,32 @@ def account(name: str, events: Iterable[dict[str, Any]]) -> Account:
         elif event["name"].startswith("aten::"):
             computing.append(span)
     first, last = min(s for s, _ in everything), max(e for _, e in everything)
-    compute, wire = merged(computing), merged(communicating)
-    hidden = total(common(compute, wire))
-    return Account(name, last - first, total(compute), total(wire), hidden, kinds)
+    compute, transfers = merged(computing), merged(communicating)
+    hidden = total(common(compute, transfers))
+    return Account(name, last - first, total(compute), total(transfers), hidden, kinds)
 
 
 def accounts(folder: Path) -> list[Account]:
     """Of every contestant that has a trace of rank 0 there, by step time."""
-    found = []
+    results = []
     for path in folder.glob("*.0.json"):
         events = json.loads(path.read_text())["traceEvents"]
-        found.append(account(path.name.removesuffix(".0.json").replace("_", " "), events))
-    return sorted(found, key=lambda one: one.step)
+        results.append(account(path.name.removesuffix(".0.json").replace("_", " "), events))
+    return sorted(results, key=lambda result: result.step)
 
 
-def table(found: list[Account]) -> Table:
+def table(results: list[Account]) -> Table:
     shown = Table("contestant", title="a profiled step of rank 0, forward and backward, in s")
     for heading in ("step", "computing", "communicating", "hidden", "exposed", "neither"):
         shown.add_column(heading, justify="right")
     shown.add_column("collectives")
-    for one in found:
+    for result in results:
         figures = (
-            one.step, one.computing, one.communicating, one.hidden, one.exposed, one.neither
+            result.step, result.computing, result.communicating, result.hidden, result.exposed,
+            result.neither,
         )  # fmt: skip
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(one.collectives.items()))
-        shown.add_row(one.name, *(f"{figure:.3f}" for figure in figures), kinds)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.collectives.items()))
+        shown.add_row(result.name, *(f"{figure:.3f}" for figure in figures), kinds)
     return shown
 
 
@@ -130,11 +131,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="what step_time --trace was given")
     folder = parser.parse_args(arguments).folder
-    found = accounts(folder)
-    if not found:
+    results = accounts(folder)
+    if not results:
         print(f"{folder} has no traces: run benchmarks.step_time --trace {folder}", file=sys.stderr)
         return 2
-    Console(highlight=False, width=None if sys.stdout.isatty() else 130).print(table(found))
+    Console(highlight=False, width=None if sys.stdout.isatty() else 130).print(table(results))
     return 0
 
 

@@ -42,8 +42,8 @@ def _products(seconds: float = 0.5) -> float:
     while time.perf_counter() - started < seconds:
         _ = x @ x
         count += 1
-    found = torch.tensor(2 * _SIZE**3 * count / (time.perf_counter() - started))
+    rate = torch.tensor(2 * _SIZE**3 * count / (time.perf_counter() - started))
     if dist.is_initialized():
-        dist.all_reduce(found)
-        found /= dist.get_world_size()
-    return float(found)
+        dist.all_reduce(rate)
+        rate /= dist.get_world_size()
+    return float(rate)

@@ -23,13 +23,13 @@ PREFACE = """\
 Written by `make zoo` from `benchmarks/zoo/models.json` alone; do not edit.
 `make zoo ZOO="llama bert"` runs these models again.
 
-Each model has two layers and random weights, made from its configuration as a user makes it, but
-for what draws NumPy's numbers (`layerdrop`, `apply_spec_augment`). Four ranks run in one process,
-in float64, as `autopar.verify` does: every node, the loss, every gradient and the parameters after
-three steps of AdamW are compared with one device.
+Each model has two layers and random weights, and is made from its configuration as a user makes it,
+but without what draws NumPy's numbers (`layerdrop`, `apply_spec_augment`). Four ranks run in one
+process, in float64, as in `autopar.verify`: every node, the loss, every gradient and the parameters
+after three steps of AdamW are compared with one device.
 
-A layout's column has the largest relative error; `CPU` are seconds of tracing, planning and
-proving. `no rule`: ops that run unsharded on every rank, with their share of the modelled step.
+A layout's column has the largest relative error; `CPU` is the seconds of tracing, planning and
+proving. `no rule` lists ops that every rank runs whole, with their share of the modelled step.
 """
 
 REAL_RANKS, MOST_TIMES_DENSE = (8, 64), 2
@@ -41,11 +41,11 @@ Written by `python -m benchmarks.zoo --real` (after `pip install -e '.[zoo]'`) f
 `real_models_64.json`.
 
 Models of papers on the meta device, in float32 (GPT-2 XL, Llama-3, Mistral and Gemma-2 in
-bfloat16): four samples on each H100 (`dgx-h100`), AdamW. `step` and `peak` are the modelled
-step and a rank's memory beside those of one rank that holds all; `CPU` are seconds of planning
-`auto`. In brackets: the share of the FLOPs in products, convolutions and attention that several
-ranks run whole, from 0.1 % on; with a `*` splitting them would take longer; ops without a rule
-follow.
+bfloat16): four samples on each H100 (`dgx-h100`), AdamW. `step` and `peak` are the modelled step
+and a rank's memory, divided by those of one rank that holds all; `CPU` is the seconds of planning
+`auto`. In brackets stands which share of the FLOPs in products, convolutions and attention several
+ranks run whole, if it is 0.1 % or more (`*`: to split them would take longer), and then the ops
+without a rule.
 """
 
 EXPERTS = """\
@@ -58,8 +58,8 @@ Models of papers on the meta device, in bfloat16, under "auto" on H100 (`dgx-h10
 of 4,096 tokens a rank, AdamW. `experts` says what each mesh axis splits of a layer of experts: its
 tokens t, its experts e, their inner width f. `whole` is the share of the FLOPs of experts, and of
 all, that several ranks run whole; `MFU` is the share of the peak that goes into the model's own
-products. `CPU` are seconds of tracing and planning, beside those of a Mistral of as many layers,
-ranks and tokens. `2 of 32` layers: the figures are those of a model of the first two.
+products. `CPU` is the seconds of tracing and planning, `CPU dense` those of a Mistral of as many
+layers, ranks and tokens. `2 of 32` layers: the figures are those of a model of the first two.
 """
 
 

@@ -250,14 +250,14 @@ class DiffusionUNet(nn.Module):
         angles = step[:, None] * rates
         time = self.time(torch.cat((angles.sin(), angles.cos()), dim=1))
         x = self.stem(x)
-        kept = [x]
+        skips = [x]
         for layer in self.down:
             x = layer(x, time) if isinstance(layer, Residual) else layer(x)
-            kept.append(x)
+            skips.append(x)
         x = self.middle[1](self.attention(self.middle[0](x, time)), time)
         for layer in self.up:
             if isinstance(layer, Residual):
-                x = layer(torch.cat((x, kept.pop()), dim=1), time)
+                x = layer(torch.cat((x, skips.pop()), dim=1), time)
             else:
                 x = layer(F.interpolate(x, scale_factor=2.0))
         return F.mse_loss(self.head(x), noise)
@@ -336,13 +336,13 @@ class VolumeUNet(nn.Module):
         self.head = nn.Conv3d(widths[0], 3, 1)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        kept = []
+        skips = []
         for level, layer in enumerate(self.down):
             x = layer(F.max_pool3d(x, 2) if level else x)
-            kept.append(x)
-        kept.pop()
+            skips.append(x)
+        skips.pop()
         for rise, layer in reversed(list(zip(self.rise, self.up, strict=True))):
-            x = layer(torch.cat((rise(x), kept.pop()), dim=1))
+            x = layer(torch.cat((rise(x), skips.pop()), dim=1))
         return F.cross_entropy(self.head(x), target)
 
 

@@ -50,7 +50,7 @@ class Subject:
         flops = sum(rule.flops for rule in self.program.annotations.specs.values())
         compare_original(model, source, call_arguments(inputs), flops)
         single = solve.search_meshes(self.program, World.of(1), PlanRequest())
-        self.on_one = rewrite_for_ranks(PassManager(), single, World.of(1))
+        self.unsharded = rewrite_for_ranks(PassManager(), single, World.of(1))
 
     def choose(self, layout: str) -> Program:
         """Return the program with its plan in a layout."""
@@ -60,7 +60,7 @@ class Subject:
     def prove(self, chosen: Program) -> Row:
         """Return the largest relative error of the loss, the gradients and three steps."""
         on_ranks = rewrite_for_ranks(PassManager(), chosen, self.world)
-        check = compare(on_ranks, self.on_one, self.leaves, TOLERANCE)
+        check = compare(on_ranks, self.unsharded, self.leaves, TOLERANCE)
         worst = max(check.loss_error, check.grad_error, check.step_error)
         return {"error": float(f"{worst:.1e}"), "nodes": check.nodes}
 

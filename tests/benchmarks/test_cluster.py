@@ -103,8 +103,8 @@ def test_names_tell_the_living_from_the_dead():
 
 
 def test_addresses_are_private_and_apart():
-    found = {address(node, pid=9) for node in range(250)}
-    assert len(found) == 250 and all(a.startswith("10.77.9.") for a in found)
+    addresses = {address(node, pid=9) for node in range(250)}
+    assert len(addresses) == 250 and all(a.startswith("10.77.9.") for a in addresses)
 
 
 def test_ranks_are_numbered_node_by_node():
@@ -197,9 +197,9 @@ def test_ranks_of_a_node_talk_past_the_limited_link(tmp_path):
     with network(shape):
         launch(shape, command("gloo", out), timeout=60).check()
     for rank in range(4):
-        found = facts(out, rank)
-        assert found["sum"] == 8.0  # two ranks, then four of those sums
-        assert found["inside"] < 500_000 < 4_000_000 < found["all"]  # the sums are of 4 MB
+        of_rank = facts(out, rank)
+        assert of_rank["sum"] == 8.0  # two ranks, then four of those sums
+        assert of_rank["inside"] < 500_000 < 4_000_000 < of_rank["all"]  # the sums are of 4 MB
 
 
 @needs_root

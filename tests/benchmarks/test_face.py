@@ -11,8 +11,8 @@ from benchmarks.planning import face
 
 @pytest.mark.slow
 def test_a_cell_is_a_command_in_a_fresh_process(tmp_path: Path) -> None:
-    found = {cell.name: cell for cell in face.cells(tmp_path)}
-    assert [name for name in found if name.startswith("gpt2")] == ["gpt2 on 8"]
+    by_name = {cell.name: cell for cell in face.cells(tmp_path)}
+    assert [name for name in by_name if name.startswith("gpt2")] == ["gpt2 on 8"]
     small = face.Cell("help", ("-m", "autopar", "plan", "--help"), 1)
     row = face.measure(small)
     assert float(row["cpu_seconds"]) > 0 and float(row["peak_gib"]) > 0.05

@@ -27,5 +27,5 @@ def test_a_row_is_rated_by_what_was_measured() -> None:
     assert took == pytest.approx(1e3 * 2 * 8192**3 / (0.71 * 989.4e12), rel=0.01)
     row |= {"forward": 2 * took, "dx": took, "dw": took / 2}
     rated = gpu_rates.ratios({"gpu": "NVIDIA H100 80GB HBM3", "rows": [row]})
-    found = {kind[-1]: ratio for kind, (ratio,) in rated.items()}
-    assert found == pytest.approx({"forward": 2.0, "dx": 1.0, "dw": 0.5})
+    ratios = {kind[-1]: ratio for kind, (ratio,) in rated.items()}
+    assert ratios == pytest.approx({"forward": 2.0, "dx": 1.0, "dw": 0.5})

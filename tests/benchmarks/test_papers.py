@@ -10,7 +10,7 @@ import pytest
 
 from autopar import Grid4D
 from benchmarks.model import papers, steps
-from benchmarks.model.steps import KINDS, PERLMUTTER, Job, Step, Way
+from benchmarks.model.steps import KINDS, PERLMUTTER, Execution, Job, Step
 
 SMALL = Job("gpt-5b", PERLMUTTER, 8, 16)
 
@@ -27,13 +27,13 @@ def test_a_layer_sends_what_plans_of_two_depths_differ_by(grid: Grid4D) -> None:
     size, sizes = SMALL.sizes, counts | {"b": 16, "s": 2048}
     sizes |= {"h": size.width, "f": 4 * size.width, "heads": size.heads}
     sizes |= {"d": size.width // size.heads, "v": size.vocabulary}
-    found = [
+    layer_words = [
         float(f.bytes(**{s.name: sizes[s.name] for s in f.sizes if s.name in sizes}))
         for f in (steps.moved().layer, steps.moved().rest)
     ]
     bias = 0 if grid.y > 1 else 2 * 3 * size.width
-    assert abs(found[0] - (three.comm_bytes - two.comm_bytes)) == bias
-    assert abs(found[1] - (two.comm_bytes - 2 * found[0])) == 2 * bias
+    assert abs(layer_words[0] - (three.comm_bytes - two.comm_bytes)) == bias
+    assert abs(layer_words[1] - (two.comm_bytes - 2 * layer_words[0])) == 2 * bias
 
 
 @pytest.mark.slow
@@ -67,13 +67,13 @@ def test_the_flops_of_a_step() -> None:
     assert job.flops > 96 * 1024 * 2048 * 42 * 12288**2
 
 
-def step(sharding: Way, **seconds: float) -> Step:
+def step(sharding: Execution, **seconds: float) -> Step:
     moving = dict.fromkeys(KINDS, 0.0) | seconds
     return Step(Grid4D(z=8), sharding, 10, 1.0, 2.0, moving, dict.fromkeys(KINDS, 0.0))
 
 
 def test_what_hides_under_what() -> None:
-    once, twice = Way(1, kept=True), Way(1, kept=False)
+    once, twice = Execution(1, saves_weights=True), Execution(1, saves_weights=False)
     assert step(once).seconds() == step(once).compute == 42
     gathers = step(twice, gather=1.5)
     assert gathers.exposed(overlap=False) == 30 and gathers.exposed(overlap=True) == 10
@@ -83,18 +83,23 @@ def test_what_hides_under_what() -> None:
     both = step(once, backward=1.0, scatter=1.5)
     assert both.exposed(overlap=True) == 5 and both.exposed(overlap=False) == 25
     assert step(once, forward=0.5, gradients=0.25).exposed(overlap=True) == 12.5
-    halves = step(Way(2, kept=False), gather=0.75)  # each half of the batch gathers again, twice
+    # Each half of the batch gathers again, twice.
+    halves = step(Execution(2, saves_weights=False), gather=0.75)
     assert halves.exposed(overlap=False) == 30 and halves.exposed(overlap=True) == 10
 
 
 def test_memory_decides_how_a_step_is_run() -> None:
     job = Job("gpt-20b", PERLMUTTER, 32, 1024)
     deep = Grid4D(z=32)
-    (way,) = steps.ways(job, deep)
-    assert not way.kept and way.parts > 1  # 20B whole are 40 GB
+    (execution,) = steps.executions(job, deep)
+    assert not execution.saves_weights and execution.microbatches > 1  # 20B whole are 40 GB
     capacity = PERLMUTTER.world(32).device.memory_bytes
-    assert steps.held(job, deep, way) <= capacity < steps.held(job, deep, Way(1, kept=False))
-    assert steps.ways(job, Grid4D(data=32)) == []
+    assert (
+        steps.memory_bytes(job, deep, execution)
+        <= capacity
+        < steps.memory_bytes(job, deep, Execution(1, saves_weights=False))
+    )
+    assert steps.executions(job, Grid4D(data=32)) == []
 
 
 def test_misses_are_marked() -> None:

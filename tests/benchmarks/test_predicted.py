@@ -48,13 +48,13 @@ def test_groups_are_joined_and_summed_up():
         {"model": "gpt", "contestants": [auto, later, timed("autopar fsdp", [1.0], 0.9)]},
     ]
     assert predicted.drift(groups) == pytest.approx(1.5)
-    found = predicted.summary(predicted.joined(groups))
-    assert found["layouts"] == 3 and found["kendall"] == 1
-    assert found["median_error"] == pytest.approx(0.25)  # of 0.28, 0.25, 0.10
-    assert found["graphs_kendall"] == 1
-    assert found["graphs_median_error"] == pytest.approx(0.55)  # of 0.64, 0.375, 0.55
-    assert found["auto_over_fastest"] == pytest.approx(1.1)
-    assert found["repeated"] == 0  # of one layout that was timed twice
+    totals = predicted.summary(predicted.joined(groups))
+    assert totals["layouts"] == 3 and totals["kendall"] == 1
+    assert totals["median_error"] == pytest.approx(0.25)  # of 0.28, 0.25, 0.10
+    assert totals["graphs_kendall"] == 1
+    assert totals["graphs_median_error"] == pytest.approx(0.55)  # of 0.64, 0.375, 0.55
+    assert totals["auto_over_fastest"] == pytest.approx(1.1)
+    assert totals["repeated"] == 0  # of one layout that was timed twice
 
 
 def test_steps_count_by_what_auto_and_ddp_took_in_their_round():
@@ -65,10 +65,10 @@ def test_steps_count_by_what_auto_and_ddp_took_in_their_round():
     slow_at_last = group([1.0, 1.0, 4.0], timed("autopar fsdp", [3.0, 3.0, 12.0], 1.0))
     fast = group([0.5, 0.5, 1.0], timed("autopar megatron", [1.0, 1.5, 3.0], 1.0))
     cell = predicted.joined(predicted.levelled([slow_at_last, fast]))
-    found = {t["name"]: t["seconds"] + t["forward_backward"] for t in cell["contestants"]}
-    assert found["autopar ddp"] == pytest.approx([2.0] * 6 + [1.0] * 6)
-    assert found["autopar fsdp"] == pytest.approx([3.0] * 3 + [1.5] * 3)
-    assert found["autopar megatron"] == pytest.approx([2.0, 3.0, 3.0, 1.0, 1.5, 1.5])
+    steps_of = {t["name"]: t["seconds"] + t["forward_backward"] for t in cell["contestants"]}
+    assert steps_of["autopar ddp"] == pytest.approx([2.0] * 6 + [1.0] * 6)
+    assert steps_of["autopar fsdp"] == pytest.approx([3.0] * 3 + [1.5] * 3)
+    assert steps_of["autopar megatron"] == pytest.approx([2.0, 3.0, 3.0, 1.0, 1.5, 1.5])
     assert slow_at_last["contestants"][2]["seconds"] == [3.0, 3.0, 12.0]
 
 
@@ -140,8 +140,8 @@ def results(*seconds, losses=(2.0, 2.0, 2.0)):
 
 
 def test_ratios_are_of_one_round():
-    found = results([1.0, 2.0], [1.1, 2.0], [2.0, 1.0])
-    assert overhead.ratios(found, overhead.EMITTED, overhead.HAND) == [1.1, 1.0]
+    recorded = results([1.0, 2.0], [1.1, 2.0], [2.0, 1.0])
+    assert overhead.ratios(recorded, overhead.EMITTED, overhead.HAND) == [1.1, 1.0]
 
 
 def test_another_loss_is_named():
@@ -156,11 +156,11 @@ def test_by_hand_emitted_and_eager_agree(tmp_path):
     options = "--pairs 3 --width 64 --layers 1 --sequence 16"
     done = run("step_time.overhead", *options.split(), "--json", path)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    found = json.loads(path.read_text())["results"]
-    assert [(f["ranks"], f["layout"]) for f in found] == [
+    recorded = json.loads(path.read_text())["results"]
+    assert [(f["ranks"], f["layout"]) for f in recorded] == [
         (1, "one device"), (2, "ddp"), (2, "megatron"),
     ]  # fmt: skip
-    assert all(len(s) == 3 for f in found for s in f["seconds"].values())
+    assert all(len(s) == 3 for f in recorded for s in f["seconds"].values())
 
 
 def run(module, *options):

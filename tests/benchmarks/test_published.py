@@ -82,13 +82,13 @@ def test_what_the_model_does_not_know_is_left_out(facts: dict[str, object], why:
 def test_every_metric_gives_the_same_tokens() -> None:
     run, _ = published._run(row())
     tokens = run.published
-    given = {
+    values_by_metric = {
         "TFLOP/s/GPU": 0.4 * 989.4, "tokens/s/GPU": tokens / 8, "tokens/s": tokens,
         "samples/s": tokens / 2048, "s/step": 112 * 2048 / tokens,
     }  # fmt: skip
-    for metric, value in given.items():
-        found = replace(run, metric=metric, value=value).published
-        assert found == pytest.approx(tokens, rel=1e-6), metric
+    for metric, value in values_by_metric.items():
+        converted = replace(run, metric=metric, value=value).published
+        assert converted == pytest.approx(tokens, rel=1e-6), metric
 
 
 @pytest.mark.slow
@@ -98,15 +98,15 @@ def test_a_small_run_is_modelled(
     """Micro-batches share one optimizer's step; more parts give a few more tokens a second."""
     few = row(layers=6, hidden=256, heads=4, vocab=1024, seq=256, global_batch=32)
     many = {**few, "global_batch": "128", "sp/fsdp": "FULL_SHARD mbs4 accum4"}
-    one = {**few, "sp/fsdp": "FULL_SHARD mbs4 accum1"}
-    path = written(tmp_path / "rows.csv", one, many, row(pp=2))
+    unaccumulated = {**few, "sp/fsdp": "FULL_SHARD mbs4 accum1"}
+    path = written(tmp_path / "rows.csv", unaccumulated, many, row(pp=2))
     out = tmp_path / "found.json"
     monkeypatch.setattr("sys.argv", ["published", "--rows", str(path), "--json", str(out)])
     assert published.main() == 0
     assert "2 rows: mean absolute error" in capsys.readouterr().out
-    found = json.loads(out.read_text())
-    assert set(found) >= {"mean_absolute_error", "bias", "tau"}
-    first, second, third = found["rows"]
+    report = json.loads(out.read_text())
+    assert set(report) >= {"mean_absolute_error", "bias", "tau"}
+    first, second, third = report["rows"]
     assert 0 < first["modelled"] < second["modelled"] < 1.5 * first["modelled"]
     assert third["why"] == "a pipeline"
 

@@ -18,10 +18,10 @@ def test_only_rows_of_the_plan_that_ran_count():
     contestants = [{"name": "autopar ddp", **timed}, {"name": "autopar fsdp", **timed}]
     records = {"cells": [{**cell, "contestants": contestants}]}
     plans = {"ddp": ("data4", 1.8), "fsdp": ("z4", 9.0)}
-    found = list(recorded.rows(records, lambda model, world, layout: plans[layout]))
-    assert [row.same for row in found] == [True, False]
-    assert recorded.means(found) == pytest.approx((0.25, 0.1))
-    assert recorded.table(found).row_count == 2
+    read_rows = list(recorded.rows(records, lambda model, world, layout: plans[layout]))
+    assert [row.same for row in read_rows] == [True, False]
+    assert recorded.means(read_rows) == pytest.approx((0.25, 0.1))
+    assert recorded.table(read_rows).row_count == 2
 
 
 def test_the_records_name_worlds_and_models_that_are_there():

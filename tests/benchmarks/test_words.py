@@ -145,7 +145,7 @@ def test_4d_has_its_neighbours_as_corners():
         (4, 16, 1, 1): ("atp", (16, 4)),
     }
     for grid, (name, of_corner) in corners.items():
-        for part in ("forward", "again", "held", "stored"):
+        for part in ("forward", "again", "saved", "stored"):
             of_4d = words.at(getattr(formulas.four_d(), part), words.BY_NAME["4d"], grid, 4)
             corner = words.BY_NAME[name]
             expected = words.at(getattr(corner.words, part), corner, of_corner, 4)
@@ -178,24 +178,33 @@ def _formula(chain: Chain, expression: sympy.Expr) -> float:
 @by_chain
 def test_formulas_count_what_reshards_send(chain):
     """Two products have twice the words of one; their middle matrix is stored for both."""
-    placed, found = _placed(chain), words.BY_NAME[chain.name].words
+    placed, chain_words = _placed(chain), words.BY_NAME[chain.name].words
     products = len(placed) // 2
-    forward = sum(_received(one, backward=False) for one in placed)
-    backward = sum(_received(one, backward=True) for one in placed)
-    stored = sum(one.kept.local_size for one in placed) + (products - 1) * placed[2].kept.local_size
-    assert forward / products == pytest.approx(_formula(chain, found.forward), rel=1e-12)
-    assert (forward + backward) / products == pytest.approx(_formula(chain, found.held), rel=1e-12)
-    assert stored / products == pytest.approx(_formula(chain, found.stored), rel=1e-12)
+    forward = sum(_received(matrix, backward=False) for matrix in placed)
+    backward = sum(_received(matrix, backward=True) for matrix in placed)
+    stored = (
+        sum(matrix.stored.local_size for matrix in placed)
+        + (products - 1) * placed[2].stored.local_size
+    )
+    assert forward / products == pytest.approx(_formula(chain, chain_words.forward), rel=1e-12)
+    assert (forward + backward) / products == pytest.approx(
+        _formula(chain, chain_words.saved), rel=1e-12
+    )
+    assert stored / products == pytest.approx(_formula(chain, chain_words.stored), rel=1e-12)
 
 
 @by_chain
 def test_formulas_repeat_the_gathers_of_operands(chain):
-    placed, found = _placed(chain), words.BY_NAME[chain.name].words
+    placed, chain_words = _placed(chain), words.BY_NAME[chain.name].words
     operands = [
-        one for one, matrix in zip(placed, chain.matrices, strict=True) if matrix.computed is None
+        operand
+        for operand, matrix in zip(placed, chain.matrices, strict=True)
+        if matrix.computed is None
     ]
-    gathered = sum(_received(one, backward=False) for one in operands) / (len(placed) // 2)
-    assert gathered == pytest.approx(_formula(chain, found.again - found.held), rel=1e-12)
+    gathered = sum(_received(operand, backward=False) for operand in operands) / (len(placed) // 2)
+    assert gathered == pytest.approx(
+        _formula(chain, chain_words.again - chain_words.saved), rel=1e-12
+    )
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -209,7 +218,7 @@ def test_the_drawn_blocks_multiply_to_the_result(chain):
         for matrix in (left, right):
             shape = [SIZES[dim] for dim in matrix.dims]
             whole = torch.randn(shape, generator=generator, dtype=torch.float64)
-            operand = type(matrix)(matrix.name, matrix.dims, matrix.kept, matrix.used)
+            operand = type(matrix)(matrix.name, matrix.dims, matrix.stored, matrix.used)
             operands.append((whole, place(operand, mesh, SIZES).working))
         (x, of_x), (w, of_w) = operands
         at = [mesh.coordinate(rank) for rank in range(mesh.size)]
@@ -220,12 +229,14 @@ def test_the_drawn_blocks_multiply_to_the_result(chain):
 @by_chain
 def test_blocks_cover_every_entry_once_and_every_rank_its_share(chain):
     for placed in _placed(chain):
-        for held in (placed.kept, placed.working):
-            found = blocks(held)
-            assert sum(block.rows * block.columns for block in found) == math.prod(held.shape)
-            for rank in range(held.mesh.size):
-                own = [block.rows * block.columns for block in found if rank in block.owners]
-                assert sum(own) == held.local_size
+        for layout in (placed.stored, placed.working):
+            rectangles = blocks(layout)
+            assert sum(block.rows * block.columns for block in rectangles) == math.prod(
+                layout.shape
+            )
+            for rank in range(layout.mesh.size):
+                own = [block.rows * block.columns for block in rectangles if rank in block.owners]
+                assert sum(own) == layout.local_size
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -251,7 +262,7 @@ def test_docs_show_every_picture():
 def test_json_holds_what_is_printed(tmp_path, capsys):
     words.main(["--ranks", "64", "--ratio", "1", "--json", str(tmp_path / "words.json")])
     assert "1.667" in capsys.readouterr().out
-    found = json.loads((tmp_path / "words.json").read_text())
-    by_layout = {row["layout"]: row for row in found["words"]}
+    document = json.loads((tmp_path / "words.json").read_text())
+    by_layout = {row["layout"]: row for row in document["words"]}
     assert by_layout["3d"]["of_bound"] == 1.0 and by_layout["2.5d"]["forward"] == 15 / 64
-    assert len(found["published"]) == 22
+    assert len(document["published"]) == 22

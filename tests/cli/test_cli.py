@@ -388,7 +388,7 @@ def their_name(name: str) -> str:
     pairs = {
         "blocks.": "model.layers.", "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm", "attention.out": "self_attn.o_proj",
-        "gate.": "mlp.gate_proj.", "up.": "mlp.up_proj.", "down.": "mlp.down_proj.",
+        "gate.": "gate_proj.", "up.": "up_proj.", "down.": "down_proj.",
         "token.": "model.embed_tokens.", "head.": "lm_head.",
     }  # fmt: skip
     for letter in "qkv":

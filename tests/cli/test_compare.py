@@ -65,12 +65,12 @@ def test_layers_are_compared_whatever_their_numbers(plans: dict[str, Plan]) -> N
         ]
         for group in names
     ]  # fmt: skip
-    one, other = (dataclasses.replace(plan, rows=tuple(rows)) for rows in parts)
-    difference = compare_plans(one, other)
+    first, other = (dataclasses.replace(plan, rows=tuple(rows)) for rows in parts)
+    difference = compare_plans(first, other)
     assert not difference.subgraphs and difference.equal_subgraphs == 1
     renamed = dataclasses.replace(plan, rows=(dataclasses.replace(row, subgraph="other"),))
     assert [(s.first is None, s.second is None) for s in
-            compare_plans(one, renamed).subgraphs] in ([(True, False), (False, True)],
+            compare_plans(first, renamed).subgraphs] in ([(True, False), (False, True)],
                                                        [(False, True), (True, False)])  # fmt: skip
 
 

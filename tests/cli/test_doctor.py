@@ -87,7 +87,7 @@ def test_it_says_what_is_known_of_gpus_and_what_will_not_work(
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     monkeypatch.setattr(machine, "_shared_memory", lambda: 64 << 20)
     facts = machine.facts()
-    assert [one["known_as"] for one in facts["devices"]] == ["H100", None]
+    assert [entry["known_as"] for entry in facts["devices"]] == ["H100", None]
     assert facts["world"]["peers"] == [[True, False], [False, True]]
     assert facts["world"]["ranks"] == 2
     said = "\n".join([*facts["warnings"], *(ability["why"] for ability in facts["abilities"])])
@@ -205,8 +205,8 @@ def test_a_failing_check_is_named_and_the_others_go_on(tmp_path: Path, capsys: A
     said = capsys.readouterr()
     assert "first" in said.out and "ValueError: a <bad> thing" in said.out
     facts = json.loads((tmp_path / "out" / "doctor.json").read_text(), parse_constant=pytest.fail)
-    checks = {one["name"]: one for one in facts["checks"]}
-    assert [one["status"] for one in checks.values()] == ["failed", "not here", "ok", "failed"]
+    checks = {entry["name"]: entry for entry in facts["checks"]}
+    assert [entry["status"] for entry in checks.values()] == ["failed", "not here", "ok", "failed"]
     assert checks["first"]["why"] == "ValueError: a <bad> thing"
     assert any("in bad: raise" in line for line in checks["first"]["facts"]["traceback"])
     assert checks["third"]["facts"] == {"error": "nan", "warnings": ["slow & strange"]}
@@ -232,10 +232,10 @@ def test_the_command_runs_every_check(
     assert printed.exit_code == status, printed.output
     assert "1 ok" in printed.stdout and doctor_command.SEVERAL in printed.stdout
     monkeypatch.setenv("WORLD_SIZE", "1")  # as torchrun does
-    told = CliRunner().invoke(main.app, ["doctor", "--json", *more])
-    assert told.exit_code == status
-    facts = json.loads(told.stdout)
-    assert [one["name"] for one in facts["checks"]] == ["one", "two"]
+    result = CliRunner().invoke(main.app, ["doctor", "--json", *more])
+    assert result.exit_code == status
+    facts = json.loads(result.stdout)
+    assert [entry["name"] for entry in facts["checks"]] == ["one", "two"]
     written = json.loads((tmp_path / "reports" / "here" / "doctor.json").read_text())
     assert written["checks"] == facts["checks"]
 
@@ -256,7 +256,7 @@ def test_a_run_that_is_cut_off_leaves_what_it_found(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         examination.check("second", cut)
     facts = json.loads((tmp_path / "doctor.json").read_text())
-    assert [one["status"] for one in facts["checks"]] == ["ok", "under way"]
+    assert [entry["status"] for entry in facts["checks"]] == ["ok", "under way"]
     assert "it did not end" in page(facts)
 
 
@@ -275,23 +275,23 @@ def test_ranks_that_differ_are_named() -> None:
 def test_kernels(dtype: torch.dtype) -> None:
     session = alone()
     for name in ("MATH", "FLASH_ATTENTION"):
-        found = doctor_kernels.kernel(session, name, dtype)
-        assert found.fault == "" and found.facts["errors"].keys() > {"result"}
-    assert "Flash" in found.facts["ran"]
+        check = doctor_kernels.kernel(session, name, dtype)
+        assert check.fault == "" and check.facts["errors"].keys() > {"result"}
+    assert "Flash" in check.facts["ran"]
     with pytest.raises(Absent, match="No viable backend"):
         doctor_kernels.kernel(session, "CUDNN_ATTENTION", dtype)
     module, x, expected = session.shared[f"attended {dtype}"]
     worse = {**expected, "attention.out.bias": expected["attention.out.bias"] * 1.1}
     session.shared[f"attended {dtype}"] = module, x, worse
-    found = doctor_kernels.kernel(session, "MATH", dtype)
-    assert found.fault.startswith("attention.out.bias is off by 9.1e-02")
+    check = doctor_kernels.kernel(session, "MATH", dtype)
+    assert check.fault.startswith("attention.out.bias is off by 9.1e-02")
 
 
 def test_another_kernel_than_wanted_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(doctor_kernels.KERNELS, "FLASH_ATTENTION", "EfficientAttention")
-    found = doctor_kernels.kernel(alone(), "FLASH_ATTENTION", torch.float32)
+    check = doctor_kernels.kernel(alone(), "FLASH_ATTENTION", torch.float32)
     assert (
-        "FlashAttentionForCpu" in found.fault.replace("_", "") and "in place of it" in found.fault
+        "FlashAttentionForCpu" in check.fault.replace("_", "") and "in place of it" in check.fault
     )
 
 
@@ -408,14 +408,16 @@ def test_ranks_that_fail_apart_go_on_together(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert json.loads((tmp_path / "status.json").read_text()) == 1
     facts = json.loads((tmp_path / "doctor.json").read_text())
-    failed = {one["name"]: one["why"] for one in facts["checks"] if one["status"] == "failed"}
+    failed = {
+        entry["name"]: entry["why"] for entry in facts["checks"] if entry["status"] == "failed"
+    }
     assert failed.keys() == {"leaves", "one more", "turned", "one seed", "two seeds"}
     assert failed["one seed"] == "two steps have one mask"
     assert "ranks have different masks" in failed["two seeds"]
     assert "rank 1: RuntimeError: left early" in failed["leaves"]
     assert failed["one more"].startswith("rank 1: wrong numbers: float32 over outer2/outer")
     assert failed["turned"].startswith("rank 1: wrong numbers")
-    assert {one["status"] for one in facts["checks"]} == {"ok", "failed"}
+    assert {entry["status"] for entry in facts["checks"]} == {"ok", "failed"}
     assert facts["checks"][0] == facts["checks"][0] | {"name": "before", "figure": "False"}
 
 
@@ -427,7 +429,7 @@ def test_two_real_ranks(script: tuple[str, ...], tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     facts = json.loads((tmp_path / "doctor.json").read_text())
     assert facts["ranks"] == 2 and facts["counts"]["failed"] == 0 and facts["counts"]["ok"] >= 20
-    names = [one["name"] for one in facts["checks"]]
+    names = [entry["name"] for entry in facts["checks"]]
     assert Parsed((tmp_path / "doctor.html").read_text()).cells[::4] == names
     assert "doctor.json and doctor.html" in result.stdout
 

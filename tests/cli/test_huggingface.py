@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec as real_find_spec
+from importlib.util import find_spec as unpatched_find
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ def test_without_transformers_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_others(name: str) -> Any:
-        return None if name == "transformers" else real_find_spec(name)
+        return None if name == "transformers" else unpatched_find(name)
 
     monkeypatch.setattr(huggingface.importlib.util, "find_spec", find_others)
     path = str(write(tmp_path, LLAMA))

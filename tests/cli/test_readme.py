@@ -24,7 +24,7 @@ STEPS = 3
 def test_its_program_trains_on_gloo_ranks_as_on_one_device(tmp_path: Path, ranks: int) -> None:
     """Torchrun starts the four. On emulated GPUs it runs in cuda/test_emulated.py."""
     options = () if ranks == 4 else None
-    found = launched(tmp_path, ranks, str(STEPS), script="readme_ranks.py", options=options)
+    facts = launched(tmp_path, ranks, str(STEPS), script="readme_ranks.py", options=options)
     torch.manual_seed(0)
     model = readme.Model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -33,12 +33,12 @@ def test_its_program_trains_on_gloo_ranks_as_on_one_device(tmp_path: Path, ranks
         loss = model(tokens, targets)
         loss.backward()
         optimizer.step()
-    for one in found["losses"]:
-        torch.testing.assert_close(one, float(loss), rtol=1e-5, atol=0)
+    for actual in facts["losses"]:
+        torch.testing.assert_close(actual, float(loss), rtol=1e-5, atol=0)
     for name, parameter in model.named_parameters():
         if name.endswith("qkv.bias"):
             continue  # that of keys: a gradient of rounding alone, which AdamW scales up
-        trained = torch.tensor(found["weights"][name])
+        trained = torch.tensor(facts["weights"][name])
         torch.testing.assert_close(trained, parameter.detach(), rtol=1e-3, atol=1e-4, msg=name)
 
 

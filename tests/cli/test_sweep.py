@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from importlib.util import find_spec as real_find_spec
+from importlib.util import find_spec as unpatched_find
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def test_a_page_of_curves(tmp_path: Path) -> None:
 
 def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_others(name: str) -> Any:
-        return None if name == "plotly" else real_find_spec(name)
+        return None if name == "plotly" else unpatched_find(name)
 
     monkeypatch.setattr(sweep_plot.importlib.util, "find_spec", find_others)
     text = refused("sweep", "test_cli:tiny", "--plot", "x.html")

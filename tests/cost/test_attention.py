@@ -59,28 +59,28 @@ def shares(
 
 def slow_attention(world: World) -> World:
     """It takes so long that little else of the computing counts."""
-    found = shares((8, 64), (4, 32), 1e-5, 2e-5)
-    return replace(world, device=replace(world.device, attention=found))
+    grid = shares((8, 64), (4, 32), 1e-5, 2e-5)
+    return replace(world, device=replace(world.device, attention=grid))
 
 
 # -- one op ----------------------------------------------------------------------------------------
 def test_without_calibration_it_is_a_matmul_and_its_backward_five_for_two() -> None:
-    spec = OpShardingRule((), (), {}, flops=1e12, attends=CAUSAL)
-    forward = rule_seconds(spec, 1e12, 0.0, FLOAT, False, PLAIN)
-    both = rule_seconds(spec, 1e12, 0.0, FLOAT, True, PLAIN)
+    rule = OpShardingRule((), (), {}, flops=1e12, attends=CAUSAL)
+    forward = rule_seconds(rule, 1e12, 0.0, FLOAT, False, PLAIN)
+    both = rule_seconds(rule, 1e12, 0.0, FLOAT, True, PLAIN)
     assert forward == matmul_seconds(1e12, 0.0, FLOAT, PLAIN) == 1.0
     assert both - forward == pytest.approx(2.5) and ATTENTION_BACKWARD == 2.5
-    plain = replace(spec, attends=None)
+    plain = replace(rule, attends=None)
     assert rule_seconds(plain, 1e12, 0.0, FLOAT, True, PLAIN) == pytest.approx(3.0)
 
 
 def test_forward_and_backward_have_their_own_shares() -> None:
     device = replace(PLAIN, attention=shares((8,), (4,), 0.5, 0.25), launch_s=1e-3)
-    spec = OpShardingRule((), (), {}, flops=1e12, attends=CAUSAL)
-    found = [rule_seconds(spec, 1e12, 0.0, FLOAT, gradient, device) for gradient in (False, True)]
-    assert found == pytest.approx([2.0 + 1e-3, 2.0 + 10.0 + 2e-3])
-    arrays = rule_seconds(spec, np.array([1e12, 2e12]), np.array([0.0, 0.0]), FLOAT, True, device)
-    assert arrays == pytest.approx([found[1], 24.0 + 2e-3])
+    rule = OpShardingRule((), (), {}, flops=1e12, attends=CAUSAL)
+    phases = [rule_seconds(rule, 1e12, 0.0, FLOAT, gradient, device) for gradient in (False, True)]
+    assert phases == pytest.approx([2.0 + 1e-3, 2.0 + 10.0 + 2e-3])
+    arrays = rule_seconds(rule, np.array([1e12, 2e12]), np.array([0.0, 0.0]), FLOAT, True, device)
+    assert arrays == pytest.approx([phases[1], 24.0 + 2e-3])
 
 
 def test_a_share_lies_on_lines_between_what_was_measured() -> None:
@@ -113,9 +113,9 @@ def test_search_bound_and_plan_agree_on_it() -> None:
     exact = search(program, mesh, world, AUTO).seconds
     assert exact > 2 * search(program, mesh, plain, AUTO).seconds
     assert exact * (1 - 5e-3) < float(bound_on(program, mesh, AUTO, world).run()[0])
-    found = best(program, [(mesh, AUTO)], world)
-    assert found.seconds == pytest.approx(exact, rel=1e-6)
-    assert max(found.bound, *bounds_of(found)) <= exact * (1 + 1e-5)
+    best_plan = best(program, [(mesh, AUTO)], world)
+    assert best_plan.seconds == pytest.approx(exact, rel=1e-6)
+    assert max(best_plan.bound, *bounds_of(best_plan)) <= exact * (1 + 1e-5)
     plan = autopar.plan(model, world, args, smaller=False, overlap=False)
     spent = cost_terms(plan.context.source, plan, world)
     assert sum(spent.values()) == pytest.approx(plan.seconds, rel=1e-9)
@@ -130,23 +130,23 @@ def test_derived_graphs_take_what_the_plan_says() -> None:
     plan = autopar.plan(model, world, args, "megatron", smaller=False)
     run, notes = derived_from(plan), plan.context.program.annotations
     assert notes is not None
-    ((name, spec),) = [(n, s) for n, s in notes.specs.items() if s.attends is not None]
+    ((name, rule),) = [(n, s) for n, s in notes.specs.items() if s.attends is not None]
     choice = plan.choices[name]
     parts = math.prod(split_sizes(choice.results[0]))
     assert parts == world.ranks
     strategy = Strategy((), choice.operands, choice.results, parts)
-    forward = node_seconds(spec, strategy, FLOAT, False, world)
-    backward = node_seconds(spec, strategy, FLOAT, True, world) - forward
-    found: dict[str, tuple[float, float]] = {}
+    forward = node_seconds(rule, strategy, FLOAT, False, world)
+    backward = node_seconds(rule, strategy, FLOAT, True, world) - forward
+    by_phase: dict[str, tuple[float, float]] = {}
     for phase in ("forward", "backward"):
         (node,) = [n for n in graph_of(run, phase).nodes if "dot_product" in str(n.target)]
-        found[phase] = op_seconds(node, world), flops(node)
+        by_phase[phase] = op_seconds(node, world), flops(node)
         listed = graph_events(graph_of(run, phase), world, frozenset(), phase)
-        assert listed.events[listed.nodes.index(node)].seconds == found[phase][0]
-    assert found["forward"][0] == pytest.approx(forward, rel=1e-9)
-    assert found["backward"][0] == pytest.approx(backward, rel=1e-9)
-    assert found["forward"][1] == pytest.approx(spec.flops / parts)
-    assert found["backward"][1] == pytest.approx(2.5 * spec.flops / parts)
+        assert listed.events[listed.nodes.index(node)].seconds == by_phase[phase][0]
+    assert by_phase["forward"][0] == pytest.approx(forward, rel=1e-9)
+    assert by_phase["backward"][0] == pytest.approx(backward, rel=1e-9)
+    assert by_phase["forward"][1] == pytest.approx(rule.flops / parts)
+    assert by_phase["backward"][1] == pytest.approx(2.5 * rule.flops / parts)
     assert backward == pytest.approx(1.25 * forward, rel=1e-3)
 
 
@@ -176,17 +176,17 @@ def test_attention_is_timed_over_a_grid(monkeypatch: pytest.MonkeyPatch) -> None
     device = torch.device("cpu")
     known = replace(PLAIN, flop_per_s={"float32": 1e9})
     wanted = timing.attention_cases(own, [FLOAT], known, False)
-    assert {one.shape.keys for one in wanted if not one.shape.causal} == {16, 64}
+    assert {case.shape.keys for case in wanted if not case.shape.causal} == {16, 64}
     products = [Matmul(FLOAT, 8, 8, 8)]
     times, each, others = time_computing(products, wanted, device, 0.01, lambda *_: None)
     assert list(times.seconds) == products and list(each) == wanted and others > 0
-    found = timing.shares(each, known)
-    causal = {(one.keys, one.head_size) for one in found if one.causal}
+    points = timing.shares(each, known)
+    causal = {(point.keys, point.head_size) for point in points if point.causal}
     assert causal == set(itertools.product((16, 24, 64), (4, 8, 16)))
-    assert len(found) - len(causal) == 4
-    assert replace(known, attention=found).attention == found  # a whole grid
-    assert all(0 < share < math.inf for one in found for share in (
-        one.forward_share, one.backward_share
+    assert len(points) - len(causal) == 4
+    assert replace(known, attention=points).attention == points  # a whole grid
+    assert all(0 < share < math.inf for point in points for share in (
+        point.forward_share, point.backward_share
     ))  # fmt: skip
 
 
@@ -194,30 +194,30 @@ def test_attention_is_timed_over_a_grid(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_is_timed_is_the_attention_that_is_said(
     shape: Attends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[tuple[torch.Size, bool]] = []
+    attended: list[tuple[torch.Size, bool]] = []
     real = F.scaled_dot_product_attention
 
     def watched(query: torch.Tensor, *others: torch.Tensor, is_causal: bool) -> torch.Tensor:
-        given.append((query.shape, is_causal))
+        attended.append((query.shape, is_causal))
         return real(query, *others, is_causal=is_causal)
 
     monkeypatch.setattr(timing.F, "scaled_dot_product_attention", watched)
     case = timing.Attending(FLOAT, shape, False)
     work, forward = timing.attention(case, torch.device("cpu"))
     forward()
-    (samples, heads, keys, size), causal = given[-1]
+    (samples, heads, keys, size), causal = attended[-1]
     assert Attends(keys, size, causal) == shape
     assert work == 4 * samples * heads * keys * keys * size / (2 if causal else 1) >= 2.0**26
     more, backward = timing.attention(case._replace(backward=True), torch.device("cpu"))
-    assert more == 2.5 * work and len(given) == 2
-    assert [g.shape for g in backward()] == [given[-1][0]] * 3 and len(given) == 2
+    assert more == 2.5 * work and len(attended) == 2
+    assert [g.shape for g in backward()] == [attended[-1][0]] * 3 and len(attended) == 2
 
 
 def test_shares_are_what_was_measured_of_the_rate() -> None:
     """PLAIN has 1e12 FLOP/s: 2e-12 s for one are half of it."""
     case = timing.Attending(FLOAT, CAUSAL, False)
-    found = timing.shares({case: 2e-12, case._replace(backward=True): 4e-12}, PLAIN)
-    assert found == (Attention("float32", True, 1024, 64, 0.5, 0.25),)
+    points = timing.shares({case: 2e-12, case._replace(backward=True): 4e-12}, PLAIN)
+    assert points == (Attention("float32", True, 1024, 64, 0.5, 0.25),)
 
 
 def test_a_models_own_attention() -> None:
@@ -265,7 +265,7 @@ def test_shares_that_cannot_be() -> None:
 def test_numbers_are_what_arrays_are() -> None:
     device = replace(PLAIN, attention=shares((8,), (4,), 0.5, 0.25), memory_bytes_per_s=1e10)
     work, moved = np.array([1e3, 1e12]), np.array([1e9, 1.0])
-    found = attention_seconds(work, moved, CAUSAL, True, FLOAT, device)
+    seconds = attention_seconds(work, moved, CAUSAL, True, FLOAT, device)
     each = [attention_seconds(float(f), float(b), CAUSAL, True, FLOAT, device)
             for f, b in zip(work, moved, strict=True)]  # fmt: skip
-    assert found == pytest.approx(each) and each == pytest.approx([0.1, 4.0])
+    assert seconds == pytest.approx(each) and each == pytest.approx([0.1, 4.0])

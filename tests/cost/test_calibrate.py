@@ -49,8 +49,8 @@ def modelled_times(world: World, factors: dict[str, float], noise: float = 0.0) 
     rng = np.random.default_rng(0)
     seconds: dict[Case | Matmul, float] = {}
     for case in cases(world.ranks, calibration.CPU_SIZES):
-        way = formula(world, case.kind, case.pattern)
-        exact = factors.get(case.kind, 1.0) * way.seconds(actual_bytes(case))
+        algorithm = formula(world, case.kind, case.pattern)
+        exact = factors.get(case.kind, 1.0) * algorithm.seconds(actual_bytes(case))
         seconds[case] = exact * float(np.exp(noise * rng.standard_normal()))
     return Times(seconds, 1)
 
@@ -105,17 +105,17 @@ def test_least_squares_without_negatives() -> None:
             x = np.linalg.lstsq(rows[:, some], wanted, rcond=None)[0]
             if len(some) and x.min() >= 0:
                 best = min(best, float(np.square(rows[:, some] @ x - wanted).sum()))
-        found = fit.nonnegative(rows, wanted)
-        assert found.min() >= 0
-        assert float(np.square(rows @ found - wanted).sum()) == pytest.approx(best, abs=1e-9)
+        solution = fit.nonnegative(rows, wanted)
+        assert solution.min() >= 0
+        assert float(np.square(rows @ solution - wanted).sum()) == pytest.approx(best, abs=1e-9)
 
 
 def test_levels_and_factors_are_recovered() -> None:
     factors = {"all_gather": 1.3, "broadcast": 0.7}
     world = fit.fit_world(GUESS, lines(modelled_times(TRUE, factors)))
-    for found, true in zip(world.levels, TRUE.levels, strict=True):
-        assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3)
-        assert found.latency_s == pytest.approx(true.latency_s, rel=1e-3)
+    for fitted, true in zip(world.levels, TRUE.levels, strict=True):
+        assert fitted.bytes_per_s == pytest.approx(true.bytes_per_s, rel=1e-3)
+        assert fitted.latency_s == pytest.approx(true.latency_s, rel=1e-3)
     assert world.launch_s == pytest.approx(TRUE.launch_s, rel=1e-3)
     assert world.factors == pytest.approx(
         {kind: factors.get(kind, 1.0) for kind in KINDS}, rel=1e-3
@@ -124,8 +124,8 @@ def test_levels_and_factors_are_recovered() -> None:
 
 def test_noise_shifts_them_little() -> None:
     world = fit.fit_world(GUESS, lines(modelled_times(TRUE, {}, noise=0.1)))
-    for found, true in zip(world.levels, TRUE.levels, strict=True):
-        assert found.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.15)
+    for fitted, true in zip(world.levels, TRUE.levels, strict=True):
+        assert fitted.bytes_per_s == pytest.approx(true.bytes_per_s, rel=0.15)
 
 
 def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
@@ -139,9 +139,9 @@ def test_what_was_not_measured_is_priced_by_the_fitted_formulas() -> None:
 
 
 def test_what_was_measured_is_priced_as_measured() -> None:
-    one = Measured("all_gather", ((4, 2),), 4, 5e-3, 3e-9)
+    gather = Measured("all_gather", ((4, 2),), 4, 5e-3, 3e-9)
     alone = Measured("all_gather", ((4, 2),), 4, 1e-3, 1e-9, together=False)
-    world = replace(TRUE, measured=(alone, one))
+    world = replace(TRUE, measured=(alone, gather))
     price = collective_cost(
         Traffic("all_gather", 10**6), ("a",), Mesh.parse("a4.b2"), 4, world, flat_algorithms
     )
@@ -151,10 +151,10 @@ def test_what_was_measured_is_priced_as_measured() -> None:
 
 def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
     exchange = Measured("all_to_all", ((4, 1),), 4, 1e-3, 1e-9, bends=((4096.0, 1e-9),))
-    (found,) = calibration.scatter_of_measures(
+    (modelled_scatter,) = calibration.scatter_of_measures(
         [exchange, replace(exchange, kind="broadcast")], GUESS.device
     )
-    world = replace(GUESS, measured=(exchange, found))
+    world = replace(GUESS, measured=(exchange, modelled_scatter))
     (scatter,), (whole,) = (
         flat_algorithms(world, kind, ((4, 1),)) for kind in ("reduce_scatter", "all_to_all")
     )
@@ -177,19 +177,23 @@ def test_efficiencies_of_products() -> None:
 def test_every_pattern_of_a_world() -> None:
     assert patterns(4) == [((2, 1),), ((4, 1),), ((2, 2),)]
     assert len(patterns(8)) == 6 and len(patterns(6)) == 5
-    found = cases(4, calibration.CPU_SIZES)
-    assert len({case.unsharded_bytes for case in found}) >= 5
-    assert {case.kind for case in found} == set(KINDS)
-    assert {case.pattern for case in found if not case.together} == {((2, 1),), ((2, 2),)}
+    all_cases = cases(4, calibration.CPU_SIZES)
+    assert len({case.unsharded_bytes for case in all_cases}) >= 5
+    assert {case.kind for case in all_cases} == set(KINDS)
+    assert {case.pattern for case in all_cases if not case.together} == {((2, 1),), ((2, 2),)}
 
 
 def test_the_products_that_ranks_may_get() -> None:
-    found = local_matmuls([(torch.float32, 8, 6, 4)], 4)
-    forward = {(p.m, p.n, p.k) for p in found if p.form == "NT"}
+    matmuls = local_matmuls([(torch.float32, 8, 6, 4)], 4)
+    forward = {(p.m, p.n, p.k) for p in matmuls if p.form == "NT"}
     assert forward == {(2, 6, 4), (8, 6, 1), (4, 3, 4), (4, 6, 2), (8, 3, 2)}
-    assert {(p.m, p.n, p.k) for p in found if p.form == "NN"} == {(m, k, n) for m, n, k in forward}
-    assert {(p.m, p.n, p.k) for p in found if p.form == "TN"} == {(n, k, m) for m, n, k in forward}
-    assert len(found) == 3 * len(forward)
+    assert {(p.m, p.n, p.k) for p in matmuls if p.form == "NN"} == {
+        (m, k, n) for m, n, k in forward
+    }
+    assert {(p.m, p.n, p.k) for p in matmuls if p.form == "TN"} == {
+        (n, k, m) for m, n, k in forward
+    }
+    assert len(matmuls) == 3 * len(forward)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -204,17 +208,17 @@ def test_forms_lie_as_they_say(form: str) -> None:
     for copied in measure.COPIES:
         shape = Matmul(torch.float32, 3, 5, 7, form, copied)
         run = measure.time_matmul(shape, left, right, results)
-        for found in (*wanted, wanted[0]):
-            torch.testing.assert_close(run(), found)
+        for expected in (*wanted, wanted[0]):
+            torch.testing.assert_close(run(), expected)
         torch.testing.assert_close(results.view(2, 3, 5), torch.stack(wanted))
         assert shape.flops == 2 * 3 * 5 * 7 and shape.moved_bytes == 4 * (21 + 35 + 15)
 
 
 def test_operands_are_taken_in_turn() -> None:
-    found = measure.in_turn(torch.arange(15.0), 2, 3)
+    operands = measure.in_turn(torch.arange(15.0), 2, 3)
     first, second = torch.arange(12.0).view(2, 2, 3)
     for wanted in (first, second, first):
-        assert torch.equal(next(found), wanted)
+        assert torch.equal(next(operands), wanted)
 
 
 def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
@@ -226,19 +230,19 @@ def test_short_cases_are_visited_often_and_what_plans_do_not_run_less() -> None:
 
 def test_rounds_visit_each_case_as_often_as_requested() -> None:
     shares: list[float] = []
-    found = measure.in_rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
-    assert len(found[1]) == 3 * len(found[0]) and set(found[1]) == {1.0}
+    times = measure.in_rounds([1, 3], lambda index: float(index), 1e-4, shares.append)
+    assert len(times[1]) == 3 * len(times[0]) and set(times[1]) == {1.0}
     assert shares == sorted(shares)
 
 
 def test_forms_of_matmuls_are_timed_with_copies() -> None:
     shapes = [Matmul(torch.float32, 64, 32, 16, form) for form in FORMS]
     shares: list[float] = []
-    found = calibration.time_kernel_choices(
+    timed = calibration.time_kernel_choices(
         shapes, torch.device("cpu"), 0.1, lambda share, doing: shares.append(share)
     )
-    assert [(f.m, f.n, f.k, f.form) for f in found] == [(64, 32, 16, f) for f in FORMS]
-    assert all(min(f.as_it_is_s, f.left_copied_s, f.right_copied_s) > 0 for f in found)
+    assert [(f.m, f.n, f.k, f.form) for f in timed] == [(64, 32, 16, f) for f in FORMS]
+    assert all(min(f.as_it_is_s, f.left_copied_s, f.right_copied_s) > 0 for f in timed)
     assert shares == sorted(shares)
 
 
@@ -301,9 +305,9 @@ def test_a_bad_table_is_refused(field: str, value: Any, message: str, tmp_path: 
 
 
 def test_what_is_measured_twice_is_refused() -> None:
-    one = Measured("all_gather", ((2, 1),), 2, 0.0, 1e-9)
+    gather = Measured("all_gather", ((2, 1),), 2, 0.0, 1e-9)
     with pytest.raises(WorldError, match="is there twice"):
-        replace(TRUE, measured=(one, replace(one, start_s=1.0)))
+        replace(TRUE, measured=(gather, replace(gather, start_s=1.0)))
 
 
 # -- the command line ------------------------------------------------------------------------------
@@ -312,9 +316,9 @@ def test_plan_takes_the_world_that_calibrate_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = CliRunner().invoke(main.app, ["calibrate", "--seconds", "1"])
-    assert made.exit_code == 0, made.output
-    assert "saved    as world.json" in made.stdout and "products … " in made.stderr
+    result = CliRunner().invoke(main.app, ["calibrate", "--seconds", "1"])
+    assert result.exit_code == 0, result.output
+    assert "saved    as world.json" in result.stdout and "products … " in result.stderr
     world = World.load("world.json")
     assert options.read_world(None, None) == replace(world, name="world.json")
     assert options.read_world(None, 2) == World.of(2)
@@ -358,10 +362,10 @@ def test_a_models_own_products() -> None:
     """qkv, out, up, down, head: as (rows, columns, inner) of one device; attention's are none."""
     with torch.device("meta"):
         model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
-    found = {
+    shapes = {
         (m, n, k)
         for _, m, n, k in calibrate_on_ranks.unsharded_work(model, (tokens, tokens)).matmuls
     }
     width = model.head.in_features
-    assert (16, 3 * width, width) in found and (16, width, 4 * width) in found
-    assert all(m == 16 for m, _, _ in found)
+    assert (16, 3 * width, width) in shapes and (16, width, 4 * width) in shapes
+    assert all(m == 16 for m, _, _ in shapes)

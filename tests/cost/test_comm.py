@@ -50,32 +50,32 @@ def test_the_ring_formulas(ranks: int) -> None:
         "all_to_all": (part / ranks, part / ranks * whole / 1e9),
     }
     for kind, (sent, took) in expected.items():
-        found = price(world, f"x{ranks}", "x", kind, whole)
+        cost = price(world, f"x{ranks}", "x", kind, whole)
         hops = (2 if kind == "all_reduce" else 1) * (ranks - 1)
-        assert found.bytes == pytest.approx(sent * whole)
-        assert found.seconds == pytest.approx(took + 5e-5 + hops * 1e-5, rel=1e-9)
-        assert found.algorithm.name == ("exchange" if kind == "all_to_all" else "ring")
+        assert cost.bytes == pytest.approx(sent * whole)
+        assert cost.seconds == pytest.approx(took + 5e-5 + hops * 1e-5, rel=1e-9)
+        assert cost.algorithm.name == ("exchange" if kind == "all_to_all" else "ring")
 
 
 def test_a_panel_is_a_broadcast_from_each_rank_in_turn() -> None:
     world = World((Level(4, 1e9, 1e-5),), GPU, "nccl", launch_s=2e-5)
-    found = price(world, "x4", "x", "broadcast", 4e9)
-    assert found.bytes == pytest.approx(3e9)
-    assert found.seconds == pytest.approx(3.0 + 4 * 2e-5 + 4 * 2 * 1e-5)
+    cost = price(world, "x4", "x", "broadcast", 4e9)
+    assert cost.bytes == pytest.approx(3e9)
+    assert cost.seconds == pytest.approx(3.0 + 4 * 2e-5 + 4 * 2 * 1e-5)
 
 
 def test_one_rank_pays_nothing() -> None:
     for kind in KINDS:
-        found = price(EMULATED, "x4.y1", "y", kind, 1e9)
-        assert (found.bytes, found.seconds) == (0, 0)
+        cost = price(EMULATED, "x4.y1", "y", kind, 1e9)
+        assert (cost.bytes, cost.seconds) == (0, 0)
         assert price(EMULATED, "x4", "", kind, 1e9).seconds == 0
 
 
 def test_small_sums_go_up_a_tree_and_large_ones_around_a_ring() -> None:
     world = World((Level(8, 4.5e11, 1e-6),), GPU, "nccl", launch_s=5e-6)
-    found = price(world, "x8", "x", "all_reduce", 8)
-    assert found.algorithm.name == "tree"
-    assert found.seconds == pytest.approx(5e-6 + 2 * 3 * 1e-6, rel=1e-3)
+    cost = price(world, "x8", "x", "all_reduce", 8)
+    assert cost.algorithm.name == "tree"
+    assert cost.seconds == pytest.approx(5e-6 + 2 * 3 * 1e-6, rel=1e-3)
     assert price(world, "x8", "x", "all_reduce", 1e9).algorithm.name == "ring"
 
 
@@ -100,10 +100,10 @@ def test_the_emulated_clusters_small_sums() -> None:
 
 def test_a_sum_in_two_levels_wins_on_the_emulated_cluster() -> None:
     """8 MB over four ranks: measured 203 ms in two levels, 266 in one ring."""
-    found = price(EMULATED, "x4", "x", "all_reduce", 8 * MIB)
-    assert (found.algorithm.name, found.algorithm.inside) == ("two-level", (2,))
-    assert 0.17 < found.seconds < 0.21
-    assert found.bytes == 1.5 * 8 * MIB
+    cost = price(EMULATED, "x4", "x", "all_reduce", 8 * MIB)
+    assert (cost.algorithm.name, cost.algorithm.inside) == ("two-level", (2,))
+    assert 0.17 < cost.seconds < 0.21
+    assert cost.bytes == 1.5 * 8 * MIB
 
 
 def test_arrays_of_bytes_are_priced_as_each_is() -> None:
@@ -112,8 +112,8 @@ def test_arrays_of_bytes_are_priced_as_each_is() -> None:
     digits = pattern(Mesh.parse("n2.l2"), ("n", "l"))
     for kind in KINDS:
         each = [price(EMULATED, "n2.l2", "n l", kind, count) for count in sizes.astype(int)]
-        found = seconds(EMULATED, digits, kind, sizes.astype(int).astype(float))
-        assert found.tolist() == [one.seconds for one in each]
+        prices = seconds(EMULATED, digits, kind, sizes.astype(int).astype(float))
+        assert prices.tolist() == [cost.seconds for cost in each]
     assert seconds(EMULATED, (), "all_reduce", sizes).tolist() == [0.0] * 60
 
 
@@ -129,25 +129,25 @@ def test_a_change_says_how_its_collectives_go() -> None:
 def test_collectives_inside_an_op_go_in_one_level() -> None:
     x = Layout(Mesh.parse("x4"), (1 << 16, 64), (S(1, 16),))
     norm = fx.Graph().call_function(torch.ops.aten.rms_norm.default)
-    found = list(inner_costs(inner_collectives(norm, [x]), x.mesh, EMULATED))
-    assert {cost.algorithm for cost in found} == {"ring"}
+    prices = list(inner_costs(inner_collectives(norm, [x]), x.mesh, EMULATED))
+    assert {cost.algorithm for cost in prices} == {"ring"}
     assert price(EMULATED, "x4", "x", "all_reduce", 1 << 18).algorithm.name == "two-level"
 
 
 def test_gloo_scatters_sums_by_exchange() -> None:
     """Every rank sends every other its part, and adds; nccl passes partial sums around."""
-    found = price(EMULATED, "n2.l2", "l", "reduce_scatter", 1e8)
-    assert found.algorithm.name == "exchange"
-    assert found.seconds == pytest.approx(START + NEAR + 0.5e8 / 6e8 + 1.5e8 / 1e10)
+    cost = price(EMULATED, "n2.l2", "l", "reduce_scatter", 1e8)
+    assert cost.algorithm.name == "exchange"
+    assert cost.seconds == pytest.approx(START + NEAR + 0.5e8 / 6e8 + 1.5e8 / 1e10)
     ringed = World(EMULATED.levels, CORE, "nccl")
     over_all = price(ringed, "x4", "x", "reduce_scatter", 1e8)
     assert over_all.seconds < price(EMULATED, "x4", "x", "reduce_scatter", 1e8).seconds
 
 
 def test_an_exchange_loads_the_uplink_with_every_pair() -> None:
-    found = price(EMULATED, "x4", "x", "all_to_all", 16e6)
+    cost = price(EMULATED, "x4", "x", "all_to_all", 16e6)
     crossing = 2 * 2 * 1e6  # 2 ranks of a node to 2 of the other, 16e6 / 4² bytes each
-    assert found.seconds == pytest.approx(START + NEAR + 2 * FAR + crossing / 5e7)
+    assert cost.seconds == pytest.approx(START + NEAR + 2 * FAR + crossing / 5e7)
 
 
 def test_calibration_scales_a_kind() -> None:
@@ -171,12 +171,12 @@ def test_two_levels_where_they_win() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_algorithms_are_in_order_and_none_is_idle(kind: str) -> None:
-    found = algorithms(World.preset("dgx-h100", 1024), kind, ((1024, 1),))
-    for one, other in itertools.pairwise(found):
-        assert one.start_s < other.start_s and one.s_per_byte > other.s_per_byte
+    by_start = algorithms(World.preset("dgx-h100", 1024), kind, ((1024, 1),))
+    for quicker, other in itertools.pairwise(by_start):
+        assert quicker.start_s < other.start_s and quicker.s_per_byte > other.s_per_byte
     meets = [
         (b.start_s - a.start_s) / (a.s_per_byte - b.s_per_byte)
-        for a, b in itertools.pairwise(found)
+        for a, b in itertools.pairwise(by_start)
     ]
     assert meets == sorted(meets)
 
@@ -186,31 +186,33 @@ def test_costs_of_a_path_know_their_axes() -> None:
     mesh = Mesh.parse("n2.l2")
     source, target = (Layout(mesh, (64, 32), states) for states in ((P, S(0, 32)), (R, R)))
     path = reshard_steps(source, target)
-    found = list(costs(path, Element(4, 4), EMULATED))
-    assert [(c.kind, c.axes, c.backward) for c in found] == [
+    prices = list(costs(path, Element(4, 4), EMULATED))
+    assert [(c.kind, c.axes, c.backward) for c in prices] == [
         ("all_reduce", ("n",), False),
         ("all_reduce", ("n",), True),
         ("all_gather", ("l",), False),
         ("reduce_scatter", ("l",), True),
     ]
-    assert found[0].seconds == price(EMULATED, "n2.l2", "n", "all_reduce", 32 * 32 * 4).seconds
-    assert [c.algorithm for c in found] == ["ring", "ring", "ring", "exchange"]
-    assert path_seconds(path, Element(4, 4), EMULATED) > sum(c.seconds for c in found)
+    assert prices[0].seconds == price(EMULATED, "n2.l2", "n", "all_reduce", 32 * 32 * 4).seconds
+    assert [c.algorithm for c in prices] == ["ring", "ring", "ring", "exchange"]
+    assert path_seconds(path, Element(4, 4), EMULATED) > sum(c.seconds for c in prices)
 
 
 def test_a_joint_sum_is_one_group() -> None:
     mesh = Mesh.parse("n2.l2")
     whole = Layout(mesh, (64,), (I, I))
-    (found,) = costs(reshard_steps(whole, Layout(mesh, (64,), (R, R))), Element(4, 4), EMULATED)
-    assert found.axes == ("n", "l") and found.backward
-    assert found.seconds == price(EMULATED, "x4", "x", "all_reduce", 256).seconds
+    (price_of_sum,) = costs(
+        reshard_steps(whole, Layout(mesh, (64,), (R, R))), Element(4, 4), EMULATED
+    )
+    assert price_of_sum.axes == ("n", "l") and price_of_sum.backward
+    assert price_of_sum.seconds == price(EMULATED, "x4", "x", "all_reduce", 256).seconds
 
 
 def test_collectives_inside_an_op() -> None:
     mesh = Mesh.parse("n2.l2")
     part = Part(0, Layout(mesh, (100, 8), (I, I)), (0,))
-    (found,) = inner_costs([moving("all_reduce", part, ("l",), True)], mesh, EMULATED)
-    assert found.seconds == price(EMULATED, "n2.l2", "l", "all_reduce", 400).seconds
+    (price_inside,) = inner_costs([moving("all_reduce", part, ("l",), True)], mesh, EMULATED)
+    assert price_inside.seconds == price(EMULATED, "n2.l2", "l", "all_reduce", 400).seconds
 
 
 def test_a_lookup_is_fast() -> None:

@@ -49,8 +49,10 @@ def test_efficiency_is_a_line_on_logarithmic_axes_and_flat_beyond() -> None:
     assert efficiency(0.0, torch.float32, CARD) == pytest.approx(0.01)
     assert efficiency(1e20, torch.float32, CARD) == pytest.approx(0.8)
     assert efficiency(1e20, torch.float32, PLAIN) == 1.0
-    one = Device("one", {"float32": 1e12}, 8e9, 1e10, {"float32": ((5.0, 0.5),)})
-    assert efficiency(np.array([1.0, 1e9]), torch.float32, one).tolist() == pytest.approx([0.5] * 2)
+    device = Device("one", {"float32": 1e12}, 8e9, 1e10, {"float32": ((5.0, 0.5),)})
+    assert efficiency(np.array([1.0, 1e9]), torch.float32, device).tolist() == pytest.approx(
+        [0.5] * 2
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,23 +63,23 @@ def test_efficiency_is_a_line_on_logarithmic_axes_and_flat_beyond() -> None:
 def test_arrays_give_what_numbers_give(device: Device) -> None:
     flops = np.array([0.0, 1.0, 1e6, 3e7, 1e9, 1e13])
     moved = np.array([1e9, 0.0, 1e3, 1e8, 1e6, 1e9])
-    found = matmul_seconds(flops, moved, torch.float32, device)
+    seconds = matmul_seconds(flops, moved, torch.float32, device)
     each = [matmul_seconds(float(f), float(b), torch.float32, device) for f, b in zip(flops, moved)]
-    assert found == pytest.approx(np.array(each), rel=1e-12)
+    assert seconds == pytest.approx(np.array(each), rel=1e-12)
     table = matmul_seconds(flops.reshape(2, 3), moved.reshape(2, 3), torch.float32, device)
-    assert table == pytest.approx(found.reshape(2, 3))
+    assert table == pytest.approx(seconds.reshape(2, 3))
 
 
 def test_a_node_and_its_backward() -> None:
     def unsplit(*shape: int) -> Layout:
         return Layout(Mesh.parse("x2"), shape, (R,))
 
-    spec = OpShardingRule((), (), {}, flops=2.0 * 4 * 6 * 8)
+    rule = OpShardingRule((), (), {}, flops=2.0 * 4 * 6 * 8)
     strategy = Strategy((), (unsplit(4, 6), None, unsplit(6, 8)), (unsplit(4, 8),), ranks=2)
     world = World((Level(2, 1e9, 0),), CARD)
     once = matmul_seconds(2.0 * 4 * 6 * 8 / 2, 2.0 * (24 + 48 + 32), torch.bfloat16, CARD)
-    assert node_seconds(spec, strategy, torch.bfloat16, False, world) == pytest.approx(once)
-    assert node_seconds(spec, strategy, torch.bfloat16, True, world) == pytest.approx(3 * once)
+    assert node_seconds(rule, strategy, torch.bfloat16, False, world) == pytest.approx(once)
+    assert node_seconds(rule, strategy, torch.bfloat16, True, world) == pytest.approx(3 * once)
 
 
 def test_efficiencies_that_cannot_be() -> None:

@@ -48,11 +48,11 @@ def test_gloo_threads_take_what_computing_needs(busy: float, cores: float, lost:
 def test_ranks_of_a_host_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The busiest rank takes from all, and the idle ones leave it more than its own part."""
     here = socket.gethostname()
-    each = [np.array([one, 1.0]) for one in (0.9, 0.1, 7.0, 0.2)]
+    each = [np.array([share, 1.0]) for share in (0.9, 0.1, 7.0, 0.2)]
     work = list(zip((here, here, f"not {here}", here), each, strict=True))
     monkeypatch.setattr(ranks, "all_of", lambda mine: [mine, *work[1:]])
-    found, cores = shared_cores(each[0])
-    assert found == pytest.approx([0.4, 1.0])
+    shares, cores = shared_cores(each[0])
+    assert shares == pytest.approx([0.4, 1.0])
     assert cores == pytest.approx(len(os.sched_getaffinity(0)) / 3)
 
 

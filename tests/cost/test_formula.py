@@ -31,10 +31,10 @@ def planned(model: str, ranks: int, layout: Any) -> Plan:
 
 
 def expanded(formula: Formula) -> Counter[Any]:
-    found: Counter[Any] = Counter()
+    terms: Counter[Any] = Counter()
     for term, each in zip(formula.terms, formula.each(), strict=True):
-        found[term.kind, term.axes, term.backward, float(each)] += term.count
-    return found
+        terms[term.kind, term.axes, term.backward, float(each)] += term.count
+    return terms
 
 
 # (layout, ranks), and the same layout on another mesh
@@ -102,17 +102,17 @@ def test_4d_sends_what_its_formulas_say(pair: Plan) -> None:
     sizes = {formulas.m: b, formulas.k: h, formulas.n: f}
     axes = {s: Symbol(f"G{s.name}", positive=True) for s in (formulas.x, formulas.y, formulas.z)}
     axes[formulas.data] = Symbol("Gdata", positive=True)
-    wanted = 2 * ELEMENT * formulas.four_d().held.subs(sizes | axes)
+    wanted = 2 * ELEMENT * formulas.four_d().saved.subs(sizes | axes)
     assert sympy.simplify(sum(term.bytes for term in products) - wanted) == 0
 
 
 def test_all_mesh_shapes_at_once(pair: Plan) -> None:
     formula = pair.formula()
     ones, twos = np.ones(3), np.array([1, 2, 4])
-    found = formula.bytes(Gx=twos, Gy=4 / twos, Gz=ones, Gdata=ones)
-    assert found.shape == (3,)
+    sizes = formula.bytes(Gx=twos, Gy=4 / twos, Gz=ones, Gdata=ones)
+    assert sizes.shape == (3,)
     alone = [formula.bytes(Gx=n, Gy=4 / n, Gz=1, Gdata=1) for n in (1, 2, 4)]
-    assert found.tolist() == [float(value) for value in alone]
+    assert sizes.tolist() == [float(value) for value in alone]
     assert formula.bytes(Gx=1, Gy=1, Gz=1, Gdata=1) == 0
     assert formula.bytes(Gx=[[1], [2]], b=[16, 32, 64]).shape == (2, 3)
     by_hand = formula.forward.subs(formula.sizes) + formula.backward.subs(formula.sizes)
@@ -132,13 +132,13 @@ def test_what_a_person_reads(pair: Plan) -> None:
 
 def test_layers_are_added_up() -> None:
     plan = planned("gpt", 4, "megatron")
-    one, both = plan.formula("blocks.1.attention"), plan.formula("blocks.*.attention")
+    layer, both = plan.formula("blocks.1.attention"), plan.formula("blocks.*.attention")
     assert both.chains == ("blocks.0.attention", "blocks.1.attention")
-    assert both.bytes() == 2 * one.bytes()
-    assert sympy.simplify(both.total - 2 * one.total) == 0
+    assert both.bytes() == 2 * layer.bytes()
+    assert sympy.simplify(both.total - 2 * layer.total) == 0
     # the fused weight is stored in plain shards, or whole; its products want the heads' digit
-    (backward,) = (line for line in one.lines() if line[1] == "all_reduce")
-    assert {line[1] for line in one.lines()} <= {"all_reduce", "all_gather", "all_to_all"}
+    (backward,) = (line for line in layer.lines() if line[1] == "all_reduce")
+    assert {line[1] for line in layer.lines()} <= {"all_reduce", "all_gather", "all_to_all"}
     assert backward[:4] == (True, "all_reduce", ("tp",), 1)
     assert backward[4] == "2*(1 - 1/Gtp)*e*b*s*h"
 

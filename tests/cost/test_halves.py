@@ -15,7 +15,7 @@ from autopar.ir.program import Input, Program
 from autopar.passes.overlap.split_backward import split
 from autopar.passes.stages import Stage, cut
 from autopar.runtime.backends import Scheduled
-from benchmarks.models import Llama
+from benchmarks import models
 from examples.gpt import GPT, Config
 
 
@@ -47,7 +47,7 @@ def carried_bytes(stage: Stage) -> float:
     assert run._deferred is not None
     graph, saved = run._deferred._graph, run._step.saved
     places = {i for i, e in enumerate(entries) if e.node in stage.receives}
-    found: dict[str, float] = {}
+    by_name: dict[str, float] = {}
     for node in graph.nodes:
         if node.name not in split(graph, places).carried:
             continue
@@ -56,8 +56,8 @@ def carried_bytes(stage: Stage) -> float:
             root = root.all_input_nodes[0]
         known = saved.get(root.name)
         name = root.name if known is None else known.producer
-        found[name] = float(root.meta["val"].nbytes) if known is None else known.bytes
-    return sum(found.values())
+        by_name[name] = float(root.meta["val"].nbytes) if known is None else known.bytes
+    return sum(by_name.values())
 
 
 aten = torch.ops.aten
@@ -77,7 +77,7 @@ def test_what_is_carried_over_is_what_derived_graphs_carry(
     name: str, within: str, recompute: str
 ) -> None:
     with torch.device("meta"):
-        gpt, llama = GPT(Config(512, 64, 64, 4, 2)), Llama(512, 64, 64, 4, 2, 176, 2)
+        gpt, llama = GPT(Config(512, 64, 64, 4, 2)), models.llama(512, 64, 64, 4, 2, 176, 2)
     stage = last_stage(gpt if name == "gpt" else llama, 512, within, recompute)
     program = stage.program
     assert program.plan is not None

@@ -40,8 +40,8 @@ def test_groups_share_the_uplink_of_a_node(mesh: str, axes: str, rate: float) ->
 def test_a_share_falls_with_the_stride_up_to_the_size_of_a_node() -> None:
     world = World.preset("dgx-h100", 1024)
     for stride in (1, 2, 4, 8, 16, 64):
-        found = 1 / load(world, ((1024 // stride, stride),)).ring
-        assert found == pytest.approx(NCCL_REACHES * 400e9 / min(stride, 8))
+        share = 1 / load(world, ((1024 // stride, stride),)).ring
+        assert share == pytest.approx(NCCL_REACHES * 400e9 / min(stride, 8))
 
 
 def test_wires_without_a_switch() -> None:
@@ -103,11 +103,11 @@ FACTORED = ["a16", "a2.b8", "a8.b2", "a4.b4", "a2.b2.c4", "a2.b4.c2", "a2.b2.c2.
 def test_a_group_costs_the_same_however_the_mesh_factors_it(kind: str) -> None:
     for world in (World.preset("dgx-h100", 32), World((Level(32, 1e9, 1e-4),), CORE)):
         for outer, inner in (("", ".x2"), ("y2.", ""), ("", "")):
-            found = {
+            loads = {
                 price(world, outer + mesh + inner, " ".join(Mesh.parse(mesh).names), kind, 1e7)
                 for mesh in FACTORED
             }
-            assert len(found) == 1
+            assert len(loads) == 1
 
 
 @pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter"])
@@ -184,8 +184,10 @@ def test_a_network_that_is_a_tree_is_what_its_levels_are() -> None:
     for stride in (1, 2, 4, 8):
         for count in (2, 4, 8, 16):
             if count * stride <= 16:
-                one, other = (load(world, ((count, stride),)) for world in (levels, network))
-                assert (one.ring, one.exchange) == pytest.approx((other.ring, other.exchange))
+                by_levels, other = (load(world, ((count, stride),)) for world in (levels, network))
+                assert (by_levels.ring, by_levels.exchange) == pytest.approx(
+                    (other.ring, other.exchange)
+                )
 
 
 def test_a_torus_prefers_its_own_axes() -> None:
@@ -217,8 +219,8 @@ def test_equal_routes_share_a_flow() -> None:
     for rank in range(2):
         for spine in ("s0", "s1"):
             graph.add_edge(rank, spine, bytes_per_s=1e9, latency_s=1e-6)
-    found = load(World.from_graph(graph, GPU), ((2, 1),))
-    assert found == Load(*map(pytest.approx, (5e-10, 4e-6, 5e-10, 2e-6, 2e-6)))
+    routed = load(World.from_graph(graph, GPU), ((2, 1),))
+    assert routed == Load(*map(pytest.approx, (5e-10, 4e-6, 5e-10, 2e-6, 2e-6)))
 
 
 def test_a_fast_pair_is_worth_more_than_the_bus() -> None:

@@ -35,7 +35,7 @@ def _checked(cases: Iterable[Case]) -> None:
     assert [row for row in rows if not is_good(row)] == [], [row.ratio for row in rows]
     for row in rows:
         assert sum(row.parts[name] for name in PARTS) == pytest.approx(row.parts["peak"])
-        assert row.steady == pytest.approx(row.kept, rel=0.02)
+        assert row.steady == pytest.approx(row.state_bytes, rel=0.02)
         assert row.start < 1.05 * row.parts["parameters"] + row.largest
 
 
@@ -74,7 +74,7 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "transient", "in
 @pytest.mark.parametrize("name", STATES)
 def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
     """Beyond its states."""
-    made = {
+    optimizers = {
         "adamw": torch.optim.AdamW,
         "adam": torch.optim.Adam,
         "rmsprop": torch.optim.RMSprop,
@@ -83,7 +83,7 @@ def test_a_step_makes_what_is_said(name: str, at_once: bool) -> None:
         "sgd": torch.optim.SGD,
     }[name]
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (1000, 500)]
-    optimizer = made(parameters, foreach=at_once)
+    optimizer = optimizers(parameters, foreach=at_once)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
@@ -105,11 +105,11 @@ def test_as_few_blocks_as_it_takes() -> None:
     cheap = autopar.plan(model, 2, args, "megatron", recompute="selective")
     full = autopar.plan(model, 2, args, "megatron", recompute="full")
     between = (cheap.peak_bytes + full.peak_bytes) / 2
-    made = autopar.plan(model, 2, args, "megatron", memory=between)
-    assert made.recompute == ("blocks.0",) and made.peak_bytes <= between
-    assert made.regather == ()
-    assert cheap.seconds < made.seconds < full.seconds
-    assert made.memory is not None and made.memory.peak == made.peak_bytes
+    plan = autopar.plan(model, 2, args, "megatron", memory=between)
+    assert plan.recompute == ("blocks.0",) and plan.peak_bytes <= between
+    assert plan.regather == ()
+    assert cheap.seconds < plan.seconds < full.seconds
+    assert plan.memory is not None and plan.memory.peak == plan.peak_bytes
     assert autopar.plan(model, 2, args, "ddp").recompute == ()  # a CPU has no limit
 
 
@@ -179,12 +179,12 @@ def test_auto_is_as_fast_as_any_named_layout_that_fits(name: str, ranks: int, pa
     assert free is not None
     limit = least + part * max(0.0, free.peak_bytes - least) + 0.1
     memory = with_reserve(limit, World.of(ranks))
-    found = planned("auto", memory=memory)
-    assert found is not None and found.peak_bytes <= limit
-    assert found.bound <= found.seconds * (1 + 1e-9)
+    auto = planned("auto", memory=memory)
+    assert auto is not None and auto.peak_bytes <= limit
+    assert auto.bound <= auto.seconds * (1 + 1e-9)
     for layout in NAMES[1:]:
         plan = planned(layout, memory=memory)
-        assert plan is None or found.seconds <= plan.seconds * (1 + 1e-9), layout
+        assert plan is None or auto.seconds <= plan.seconds * (1 + 1e-9), layout
 
 
 @pytest.mark.slow
@@ -225,8 +225,8 @@ def test_micro_batches_are_advised_where_they_fit() -> None:
 
 def test_the_limit_of_a_world() -> None:
     world = World.preset("dgx-h100", ranks=8)
-    found = Budget.of(world, "auto", "adamw", "auto")
-    assert found.memory_bytes == (1 - RESERVE) * world.device.memory_bytes
+    budget = Budget.of(world, "auto", "adamw", "auto")
+    assert budget.memory_bytes == (1 - RESERVE) * world.device.memory_bytes
     assert Budget.of(World.of(2), "auto", 12, "none").memory_bytes is None
     assert Budget.of(world, 2**30, "sgd", "full").memory_bytes == (1 - RESERVE) * 2**30
     assert Budget.of(World.of(2), 2**30, "sgd", "full").memory_bytes == 2**30 - 2**20
@@ -240,14 +240,14 @@ def test_the_limit_of_a_world() -> None:
         "0.92 GiB (1.00 GiB less 81.92 MiB for the driver and the allocator's gaps)"
     )
     for wrong in ({"memory": 0}, {"memory": "80"}, {"optimizer": "lion"}, {"recompute": "some"}):
-        given = {"memory": "auto", "optimizer": "adamw", "recompute": "auto", **wrong}
+        options = {"memory": "auto", "optimizer": "adamw", "recompute": "auto", **wrong}
         with pytest.raises(PlanError, match=str(next(iter(wrong.values())))):
-            Budget.of(world, **given)  # type: ignore[arg-type]
+            Budget.of(world, **options)  # type: ignore[arg-type]
 
 
 def test_states_are_counted_by_optimizer() -> None:
     model, args, _ = models.gpt()
     sizes = [autopar.plan(model, 1, args, optimizer=o).memory for o in ("sgd", "adamw", 12)]
-    found = [m.optimizer for m in sizes if m is not None]
-    assert found[0] == 0 and found[1] == 2 * sizes[1].parameters  # type: ignore[union-attr]
-    assert found[2] == pytest.approx(1.5 * found[1])
+    sizes_of_states = [m.optimizer for m in sizes if m is not None]
+    assert sizes_of_states[0] == 0 and sizes_of_states[1] == 2 * sizes[1].parameters  # type: ignore[union-attr]
+    assert sizes_of_states[2] == pytest.approx(1.5 * sizes_of_states[1])

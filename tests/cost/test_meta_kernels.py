@@ -53,12 +53,12 @@ def test_a_gpu_saves_operands_and_scales_of_rms_norm(dtype: torch.dtype) -> None
     def saved(run: Any, weights: torch.dtype) -> list[int]:
         x = torch.empty(8, 32, 64, dtype=dtype, device="meta", requires_grad=True)
         weight = torch.empty(64, dtype=weights, device="meta", requires_grad=True)
-        found: list[torch.Tensor] = []
-        with saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        tensors: list[torch.Tensor] = []
+        with saved_tensors_hooks(lambda t: tensors.append(t) or t, lambda t: t):
             run(x, [64], weight, 1e-5).sum().backward()
         assert x.grad is not None and weight.grad is not None
         assert (x.grad.dtype, weight.grad.dtype) == (dtype, weights)
-        return sorted(t.nbytes for t in {id(t): t for t in found}.values())
+        return sorted(t.nbytes for t in {id(t): t for t in tensors}.values())
 
     tokens, size = 8 * 32, dtype.itemsize
     assert saved(meta_kernels.rms_norm, dtype) == sorted(

@@ -35,9 +35,9 @@ def table(bounds: ReshardBounds, axes: int, pull: bool = False) -> np.ndarray:
     count = len(bounds.states) ** axes
     rows = []
     for place in range(count):
-        given = np.full((count, bounds.meshes.mesh_count), BIG, np.float32)
-        given[place] = 0
-        shaped = given.reshape((len(bounds.states),) * axes + (-1,))
+        start = np.full((count, bounds.meshes.mesh_count), BIG, np.float32)
+        start[place] = 0
+        shaped = start.reshape((len(bounds.states),) * axes + (-1,))
         across = bounds.pull(shaped) if pull else bounds.push(shaped)
         rows.append(across.reshape(count, -1))
     return np.stack(rows, axis=1 if pull else 0)
@@ -46,29 +46,31 @@ def table(bounds: ReshardBounds, axes: int, pull: bool = False) -> np.ndarray:
 def layout(mesh: Mesh, states: tuple[int, ...]) -> Layout:
     """An outer axis has the outer digit of a dim that it shares."""
     left = list(KIND.shape)
-    found = []
+    axis_states = []
     for axis, state in zip(mesh.axes, states, strict=True):
         if state < FIRST_SLOT:
-            found.append((I, R, P)[state])
+            axis_states.append((I, R, P)[state])
             continue
         dim = state - FIRST_SLOT
         left[dim] //= axis.size
-        found.append(S(dim, left[dim]))
-    return Layout(mesh, KIND.shape, tuple(found))
+        axis_states.append(S(dim, left[dim]))
+    return Layout(mesh, KIND.shape, tuple(axis_states))
 
 
 def test_push_and_pull_are_one_table() -> None:
     meshes = [Mesh.parse("x4.y8"), Mesh.parse("x2.y16"), Mesh.parse("x16.y2")]
-    found = reshard_bounds(meshes, STATES[:5], STATES[1:])
-    np.testing.assert_allclose(table(found, 2), table(found, 2, pull=True), rtol=1e-5, atol=1e-9)
+    reshards = reshard_bounds(meshes, STATES[:5], STATES[1:])
+    np.testing.assert_allclose(
+        table(reshards, 2), table(reshards, 2, pull=True), rtol=1e-5, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("text", ["x4.y8", "x2.y16"])
 def test_no_path_of_layout_steps_costs_less(text: str) -> None:
     mesh = Mesh.parse(text)
-    found = reshard_bounds([mesh], STATES, STATES)
-    seconds = table(found, 2)[..., 0]
-    joint = list(itertools.product(found.states, repeat=2))
+    reshards = reshard_bounds([mesh], STATES, STATES)
+    seconds = table(reshards, 2)[..., 0]
+    joint = list(itertools.product(reshards.states, repeat=2))
     legal = [(n, layout(mesh, states)) for n, states in enumerate(joint)]
     for (i, source), (j, target) in itertools.product(legal, repeat=2):
         exact = path_seconds(reshard_steps(source, target), KIND.element, WORLD)
@@ -85,9 +87,9 @@ def test_meshes_together_are_as_each_alone() -> None:
 
 def test_a_sample_of_paths_on_three_axes_costs_no_less() -> None:
     mesh = Mesh.parse("x4.y4.z2")
-    found = reshard_bounds([mesh], STATES, STATES)
-    pushed, pulled = table(found, 3)[..., 0], table(found, 3, pull=True)[..., 0]
-    joint = list(itertools.product(found.states, repeat=3))
+    reshards = reshard_bounds([mesh], STATES, STATES)
+    pushed, pulled = table(reshards, 3)[..., 0], table(reshards, 3, pull=True)[..., 0]
+    joint = list(itertools.product(reshards.states, repeat=3))
     pairs = np.random.default_rng(0).integers(len(joint), size=(1500, 2)).tolist()
     for i, j in pairs:
         try:
@@ -101,9 +103,9 @@ def test_a_sample_of_paths_on_three_axes_costs_no_less() -> None:
 
 def test_reshards_among_letters_cost_what_their_path_does() -> None:
     mesh = Mesh.parse("x4.y4.z2")
-    found = reshard_bounds([mesh], STATES[:3], STATES[:3])
-    seconds = table(found, 3)[..., 0]
-    joint = [layout(mesh, states) for states in itertools.product(found.states, repeat=3)]
+    reshards = reshard_bounds([mesh], STATES[:3], STATES[:3])
+    seconds = table(reshards, 3)[..., 0]
+    joint = [layout(mesh, states) for states in itertools.product(reshards.states, repeat=3)]
     for (i, source), (j, target) in itertools.product(enumerate(joint), repeat=2):
         exact = path_seconds(reshard_steps(source, target), KIND.element, WORLD)
         assert seconds[i, j] == pytest.approx(exact, rel=1e-5), (str(source), str(target))

@@ -30,7 +30,7 @@ def modelled(program: Program) -> float:
     assert program.annotations is not None
     of = SavedActivationsByNode(program.annotations.gradient)
     base: dict[Value, Value] = {}  # the value whose memory a view shares
-    kept: set[Value] = set()
+    saved: set[Value] = set()
     size: dict[Value, int] = {}
     inside = 0.0
     for node in program.module.graph.nodes:
@@ -40,35 +40,35 @@ def modelled(program: Program) -> float:
                 size[node.name, index] = value.numel() * value.element_size()
         if node.op != "call_function" or node.name not in program.annotations.specs:
             continue
-        found, operands = of(node), operands_of(node)
+        uses, operands = of(node), operands_of(node)
         sources = [None if n is None else producer(n) for n in operands]
         own = {i: base.get(s, s) for i, s in enumerate(sources) if s is not None}
-        for index, viewed in enumerate(found.views):
+        for index, viewed in enumerate(uses.views):
             if viewed is not None:
                 base[node.name, index] = own[viewed]
-        kept |= {own[i] for i in found.operands}
-        kept |= {base.get((node.name, i), (node.name, i)) for i in found.results}
-        inside += found.inside_bytes
+        saved |= {own[i] for i in uses.operands}
+        saved |= {base.get((node.name, i), (node.name, i)) for i in uses.results}
+        inside += uses.inside_bytes
     placed = {e.node for e in program.signature.inputs}
-    return inside + sum(size[value] for value in kept if value[0] not in placed)
+    return inside + sum(size[value] for value in saved if value[0] not in placed)
 
 
 def measured(program: Program, args: Any, kwargs: Any) -> float:
-    held = {name: tensor.clone() for name, tensor in program.tensors.items()}
+    tensors = {name: tensor.clone() for name, tensor in program.tensors.items()}
     for entry in program.signature.inputs:
         if entry.kind == "parameter":
-            held[entry.target].requires_grad_(entry.trainable)
-    kept: list[Tensor] = []
+            tensors[entry.target].requires_grad_(entry.trainable)
+    packed: list[Tensor] = []
 
     def keep(t: Tensor) -> Tensor:
-        kept.append(t)
+        packed.append(t)
         return t
 
     with saved_tensors_hooks(keep, keep):
-        run(program, args, kwargs, held)
-    given = [*held.values(), *args, *kwargs.values()]
-    outside = {t.untyped_storage().data_ptr() for t in given}
-    inside = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+        run(program, args, kwargs, tensors)
+    stored = [*tensors.values(), *args, *kwargs.values()]
+    outside = {t.untyped_storage().data_ptr() for t in stored}
+    inside = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in packed}
     return float(sum(size for key, size in inside.items() if key not in outside))
 
 

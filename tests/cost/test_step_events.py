@@ -43,13 +43,15 @@ def test_models(layout: Any, recompute: Any, tmp_path: Path) -> None:
     assert over.seconds <= alone.seconds
     if layout != "2.5d":  # whose plan counts on panels under products
         assert alone.seconds == pytest.approx(plan.seconds, rel=0.01)
-    for found in (alone, over):
-        parts = [sum(column) for column in zip(*found.by_chain.values(), strict=True)]
-        seconds = found.computing, found.communication, found.exposed_seconds
+    for timeline in (alone, over):
+        parts = [sum(column) for column in zip(*timeline.by_chain.values(), strict=True)]
+        seconds = timeline.computing, timeline.communication, timeline.exposed_seconds
         assert parts == pytest.approx(list(seconds))
-        assert found.communication == pytest.approx(found.hidden_seconds + found.exposed_seconds)
-        assert found.computing + found.exposed_seconds == pytest.approx(found.seconds)
-        shows(found, tmp_path / "trace.json")
+        assert timeline.communication == pytest.approx(
+            timeline.hidden_seconds + timeline.exposed_seconds
+        )
+        assert timeline.computing + timeline.exposed_seconds == pytest.approx(timeline.seconds)
+        shows(timeline, tmp_path / "trace.json")
 
 
 @pytest.mark.slow
@@ -91,8 +93,8 @@ def shows(seen: Seen, path: Path) -> None:
             tracks[names[entry["tid"]]].append(entry)
     for track in tracks.values():
         ordered = sorted(track, key=lambda e: (e["ts"], e["dur"]))
-        for one, other in itertools.pairwise(ordered):
-            assert one["ts"] + one["dur"] <= other["ts"] + 1e-3, (one, other)  # in us
+        for event, other in itertools.pairwise(ordered):
+            assert event["ts"] + event["dur"] <= other["ts"] + 1e-3, (event, other)  # in us
         assert all(e["args"]["node"] and e["args"]["phase"] for e in ordered)
     waited = sum(e["dur"] for e in tracks["waits"]) / 1e6
     lanes = [e for name, track in tracks.items() if name not in ("compute", "waits") for e in track]
@@ -121,18 +123,18 @@ def wide(layers: int, layout: Any) -> autopar.Plan:
 @pytest.mark.slow
 def test_gradients_and_gathers_hide_under_products() -> None:
     for layout in ("ddp", "fsdp"):
-        found = wide(8, layout).timeline()
-        assert found.hidden_seconds > 0.6 * found.communication, layout
+        timeline = wide(8, layout).timeline()
+        assert timeline.hidden_seconds > 0.6 * timeline.communication, layout
 
 
 @pytest.mark.slow
 def test_dx_is_summed_under_the_matmul_for_dw() -> None:
-    found = wide(2, "megatron").timeline()
+    timeline = wide(2, "megatron").timeline()
     sums = [
         i
-        for i, e in enumerate(found.events)
+        for i, e in enumerate(timeline.events)
         if e.phase == "backward" and e.kind == "all_reduce" and e.bytes > 1e6
     ]
     assert len(sums) >= 2 * 2
-    hidden = [found.events[i].seconds - found.run.exposed.get(i, 0.0) for i in sums]
+    hidden = [timeline.events[i].seconds - timeline.run.exposed.get(i, 0.0) for i in sums]
     assert sum(h > 0 for h in hidden) >= len(hidden) - 1, hidden

@@ -24,13 +24,13 @@ def test_utilisation_counts_the_models_own_products() -> None:
     """
     inputs = torch.ones(16, 64), torch.ones(16, 64)
     plan = autopar.plan(Mlp(), 4, inputs, "ddp", smaller=False)
-    found = throughput(plan, inputs)
-    assert found is not None and found.unit == "samples" and found.off is None
+    rates = throughput(plan, inputs)
+    assert rates is not None and rates.unit == "samples" and rates.off is None
     step = plan.overlapped or plan.seconds
-    assert found.rate == pytest.approx(16 / step)
+    assert rates.rate == pytest.approx(16 / step)
     flops = 3 * 2 * 16 * 2 * 64 * 256
     peak = 4 * World.of(4).device.rate(torch.float32)
-    assert found.utilization == pytest.approx(flops / peak / step)
+    assert rates.utilization == pytest.approx(flops / peak / step)
 
 
 def test_recomputation_is_no_work_of_the_model() -> None:
@@ -48,12 +48,12 @@ def test_recomputation_is_no_work_of_the_model() -> None:
 def test_what_was_compared_with_published_runs_says_how_far_it_was() -> None:
     model, args, _ = models.gpt()
     world = World.preset("dgx-h100", 2)
-    found = throughput(autopar.plan(model, world, args, "ddp", smaller=False), args)
-    assert found is not None and "% model FLOPs utilisation, ± 7% by published runs" in str(found)
+    rates = throughput(autopar.plan(model, world, args, "ddp", smaller=False), args)
+    assert rates is not None and "% model FLOPs utilisation, ± 7% by published runs" in str(rates)
     measured = replace(GPUS["H100"], launch_s=9e-6)  # another device than the nominal one
     own = replace(world, device=measured)
-    found = throughput(autopar.plan(model, own, args, "ddp", smaller=False), args)
-    assert found is not None and found.off is None and str(found).endswith("utilisation")
+    rates = throughput(autopar.plan(model, own, args, "ddp", smaller=False), args)
+    assert rates is not None and rates.off is None and str(rates).endswith("utilisation")
 
 
 def test_without_a_batch_or_a_graph_there_is_none(tmp_path: Path) -> None:

@@ -192,9 +192,9 @@ def test_sums_that_no_matmul_needs_go_together() -> None:
         late(1, 6),
     ]
     assert together(events, 8) == [[3, 5]]  # one leads to a product, one hangs on both
-    found = buckets.fuse_buckets(events, [[3, 5]], lambda members: as_one_event(events, members))
-    assert [e.after for e in found] == [(), (0,), (1,), (2,), (2, 3), (4,), (5,)]
-    assert [e.name == "bucket" for e in found].index(True) == 4  # where the last of them stood
+    fused = buckets.fuse_buckets(events, [[3, 5]], lambda members: as_one_event(events, members))
+    assert [e.after for e in fused] == [(), (0,), (1,), (2,), (2, 3), (4,), (5,)]
+    assert [e.name == "bucket" for e in fused].index(True) == 4  # where the last of them stood
 
 
 def test_a_bucket_is_of_one_lane_and_not_too_large() -> None:
@@ -208,10 +208,10 @@ def test_gathers_go_together_before_the_first_use() -> None:
     ahead = {"ahead": True, "in_flight_bytes": 1.0}
     pair = [sent(1, **ahead), sent(1, 0, lane="y", **ahead), op(9, 1)]
     events = [*pair, sent(1, **ahead), sent(1, 3, lane="y", **ahead), op(9, 2, 4)]
-    found = together(events, 8)
-    assert found == [[0, 3], [1, 4]]
-    made = buckets.fuse_buckets(events, found, lambda members: as_one_event(events, members))
-    assert [(e.name, e.after) for e in made] == [
+    groups = together(events, 8)
+    assert groups == [[0, 3], [1, 4]]
+    fused = buckets.fuse_buckets(events, groups, lambda members: as_one_event(events, members))
+    assert [(e.name, e.after) for e in fused] == [
         ("bucket", ()), ("bucket", (0,)), ("op", (1,)), ("op", (1, 2))
     ]  # fmt: skip
 
@@ -258,13 +258,13 @@ def test_starts_are_saved_but_no_overlap_is_given_up() -> None:
     for level, joins in ((slow, True), (replace(slow, latency_s=0.0), False)):
         world = autopar.World((level,), autopar.World.of(4).device, launch_s=0.0)
         plan = autopar.plan(model, world, args, layout="ddp")
-        found = plan.timeline()
-        sums = [event for event in found.events if event.lane]
+        timeline = plan.timeline()
+        sums = [event for event in timeline.events if event.lane]
         assert any(event.members for event in sums) == joins
         assert sum(event.bytes for event in sums) == pytest.approx(plan.comm_bytes)
         apart, *others = bucket_seconds(plan.context.program, world)
-        assert found.seconds == min(apart, *others) == plan.overlapped
-        assert (found.seconds < apart) == joins
+        assert timeline.seconds == min(apart, *others) == plan.overlapped
+        assert (timeline.seconds < apart) == joins
         for event in sums:
             assert event.bytes == pytest.approx(sum(p.bytes for p in event.members or (event,)))
             assert not event.members or event.name.endswith(f" and {len(event.members) - 1} more")
@@ -287,8 +287,8 @@ def test_thirty_thousand_events_are_all_placed() -> None:
     while len(events) < 30_000:
         base = len(events)
         events += [e._replace(after=tuple(i + base for i in e.after)) for e in layer]
-    found = simulate(events)
-    assert found.seconds >= sum(e.seconds for e in events if not e.lane)
+    run = simulate(events)
+    assert run.seconds >= sum(e.seconds for e in events if not e.lane)
 
 
 @pytest.mark.parametrize("before", [0.0, 1e4, 1e7])

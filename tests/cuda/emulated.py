@@ -25,12 +25,12 @@ NAME = "NVIDIA H100 80GB HBM3"
 def load(guard: str) -> None:
     """Registers the devices with torch's core, before Python's side of torch looks for any."""
     assert "torch" not in sys.modules
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    libraries = Path(spec.origin).parent / "lib"
+    torch_package = importlib.util.find_spec("torch")
+    assert torch_package is not None and torch_package.origin is not None
+    libraries = Path(torch_package.origin).parent / "lib"
     for pattern in ("libgomp*", "libc10.so", "libtorch_cpu.so"):
-        for found in sorted(libraries.glob(pattern)):
-            ctypes.CDLL(str(found), ctypes.RTLD_GLOBAL)
+        for library in sorted(libraries.glob(pattern)):
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
     ctypes.CDLL(guard)
 
 

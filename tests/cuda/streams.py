@@ -54,13 +54,13 @@ class Streams:
         if self.forgotten and self.waits % self.forgotten == 0:
             return x
         for queue in self.queues.values():
-            found = [i for i, one in enumerate(queue) if any(_meet(r, x) for r in one.results)]
-            if found:
-                for one in queue[: found[-1] + 1]:
-                    done = one.work() if one.done is None else one.done
-                    for result, value in zip(one.results, done, strict=True):
+            waited = [i for i, call in enumerate(queue) if any(_meet(r, x) for r in call.results)]
+            if waited:
+                for call in queue[: waited[-1] + 1]:
+                    done = call.work() if call.done is None else call.done
+                    for result, value in zip(call.results, done, strict=True):
                         result.copy_(value)
-                del queue[: found[-1] + 1]
+                del queue[: waited[-1] + 1]
                 return x
         return x  # it came with another, which was issued behind it
 
@@ -77,9 +77,12 @@ class Streams:
 
     def all_reduce_coalesced_(self, xs: Sequence[Tensor], op: str, group: str) -> list[Tensor]:
         assert all(x.is_contiguous() for x in xs)
-        given = [x.clone() for x in xs]  # operand and result are one
+        clones = [x.clone() for x in xs]  # operand and result are one
         return self.issue(
-            _name("all_reduce", xs), group, list(xs), lambda: [_summed(x, op, group) for x in given]
+            _name("all_reduce", xs),
+            group,
+            list(xs),
+            lambda: [_summed(x, op, group) for x in clones],
         )
 
     def all_gather_into_tensor(self, x: Tensor, ranks: int, group: str) -> Tensor:
@@ -120,9 +123,9 @@ class Streams:
         result = x.new_empty((sum(takes), *x.shape[1:]))
 
         def work() -> list[Tensor]:
-            made = torch.empty_like(result)
-            dist.all_to_all_single(made, x, takes, gives, group=_compat.process_group(group))
-            return [made]
+            received = torch.empty_like(result)
+            dist.all_to_all_single(received, x, takes, gives, group=_compat.process_group(group))
+            return [received]
 
         return self.issue("all_to_all", group, [result], work)[0]
 

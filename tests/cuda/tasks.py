@@ -28,12 +28,12 @@ def run(name: str, rank: int) -> Facts:
     kind, _, rest = name.partition(":")
     warnings.simplefilter("ignore")
     try:
-        found: Facts = globals()[kind.replace(" ", "_")](rank, *filter(None, rest.split(",")))
+        facts: Facts = globals()[kind.replace(" ", "_")](rank, *filter(None, rest.split(",")))
     except Exception as error:
         if os.environ.get("RAISE"):
             raise
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
-    return found
+    return facts
 
 
 @contextmanager
@@ -90,12 +90,12 @@ def timeline(rank: int) -> Facts:
 
 def fingerprints(rank: int) -> Facts:
     """Of one model here, on the meta device, and on the CPU."""
-    found = {}
+    prints = {}
     for device in (f"cuda:{rank}", "meta", "cpu"):
         with fake_cuda(device):
             model, args, kwargs = models.llama()
-        found[device.split(":")[0]] = fingerprint(trace_model(model, args or kwargs))
-    return found
+        prints[device.split(":")[0]] = fingerprint(trace_model(model, args or kwargs))
+    return prints
 
 
 _READ_SEEDS = (torch.ops.autopar.attention.default, torch.ops.autopar.attention_backward.default)

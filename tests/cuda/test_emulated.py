@@ -24,12 +24,12 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++ f
 @pytest.fixture(scope="module")
 def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The emulated devices, compiled."""
-    made = tmp_path_factory.mktemp("cuda") / "guard.so"
+    library = tmp_path_factory.mktemp("cuda") / "guard.so"
     flags = ["-shared", "-fPIC", "-std=c++20", f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"]
-    command = ["g++", *flags, str(HERE / "guard.cpp"), "-lc10", "-ltorch_cpu", "-o", str(made)]
+    command = ["g++", *flags, str(HERE / "guard.cpp"), "-lc10", "-ltorch_cpu", "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    return made
+    return library
 
 
 def emulated(guard: Path, rank: int, *tasks: str) -> list[dict[str, Any]]:
@@ -42,8 +42,8 @@ def emulated(guard: Path, rank: int, *tasks: str) -> list[dict[str, Any]]:
         env=environment(),
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    return [found[task] for task in tasks]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return [answers[task] for task in tasks]
 
 
 def on_its_device(facts: dict[str, Any], rank: int) -> None:

@@ -29,12 +29,12 @@ def test_steps_are_those_of_one_device(
 ) -> None:
     monkeypatch.setenv("WHEN", when)
     monkeypatch.setenv("LAYOUTS", "fsdp")
-    found = launched(tmp_path, 4, "layouts", "forgotten", script=SCRIPT)
-    for name, facts in found["layouts"].items():
+    by_task = launched(tmp_path, 4, "layouts", "forgotten", script=SCRIPT)
+    for name, facts in by_task["layouts"].items():
         right(facts, f"{name}, operands read {when}")
-    fsdp = found["layouts"]["fsdp"]["sent"]
+    fsdp = by_task["layouts"]["fsdp"]["sent"]
     assert fsdp["reduce_scatter of several"] == 1 and "reduce_scatter" not in fsdp
-    wrong = found["forgotten"]["fsdp"]
+    wrong = by_task["forgotten"]["fsdp"]
     assert math.isnan(wrong["loss"]) or math.isnan(wrong["gradient"])
 
 
@@ -42,7 +42,7 @@ def test_steps_are_those_of_one_device(
 @pytest.mark.parametrize("when", ["late", "early"])
 def test_all_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     monkeypatch.setenv("WHEN", when)
-    found = launched(tmp_path, 4, "layouts", "recomputed", script=SCRIPT, seconds=600)
-    assert set(found["layouts"]) == set(LAYOUTS)
-    for name, facts in (*found["layouts"].items(), ("recomputed", found["recomputed"]["fsdp"])):
+    by_task = launched(tmp_path, 4, "layouts", "recomputed", script=SCRIPT, seconds=600)
+    assert set(by_task["layouts"]) == set(LAYOUTS)
+    for name, facts in (*by_task["layouts"].items(), ("recomputed", by_task["recomputed"]["fsdp"])):
         right(facts, f"{name}, operands read {when}")

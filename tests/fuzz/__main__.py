@@ -142,8 +142,8 @@ class Fuzzer:
             print(report(len(self.failures), small, seed, last, self.options.gloo), flush=True)
 
     def _line(self) -> str:
-        found = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
-        return f"{time.monotonic() - self.started:.0f} s: {self.kinds.total()} cases: {found}"
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(self.kinds.items()))
+        return f"{time.monotonic() - self.started:.0f} s: {self.kinds.total()} cases: {counts}"
 
     def _summary(self) -> None:
         print(f"\n{self._line()}; seeds from {self.base} on")
@@ -198,11 +198,11 @@ def one_case(options: argparse.Namespace) -> int:
 
 def main() -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
-    asked = arguments()
-    if asked.list:
-        print("\n".join(f"{one.kind:9} {name}" for name, one in TABLE.items()))
+    options = arguments()
+    if options.list:
+        print("\n".join(f"{entry.kind:9} {name}" for name, entry in TABLE.items()))
         return 0
-    return one_case(asked) if asked.case else Fuzzer(asked).run()
+    return one_case(options) if options.case else Fuzzer(options).run()
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Case:
 
 
 def _steps(text: str) -> tuple[Step, ...]:
-    pairs = (one.split(":") for one in text.split())
+    pairs = (step.split(":") for step in text.split())
     return tuple(Step(name, int(draw)) for name, draw in pairs)
 
 
@@ -94,8 +94,8 @@ def random_case(
     while not ranks[0] <= world <= ranks[1]:
         world = draw.choice((2, 2, 3, 4, 4, 4, 4, 6, 6, 8, 8, 9, 12, 16, ranks[0]))
     start = draw.choice(("rows", "sequences", "sequences", "sequences", "images", "ids"))
-    asked = [name for name in only.split(",") if name]
-    able = [n for a in asked for n in ([a] if a in TABLE else TABLE) if n.startswith(a)]
+    prefixes = [name for name in only.split(",") if name]
+    able = [n for a in prefixes for n in ([a] if a in TABLE else TABLE) if n.startswith(a)]
     wanted = [draw.choice(able)] if able else []
     kinds = {kind: [n for n in wanted if TABLE[n].kind == kind] for kind in (FROM_IDS, OP)}
     if kinds[FROM_IDS]:
@@ -138,15 +138,15 @@ def _with_habits(case: Case, draw: random.Random) -> Case:
 
 
 def _drawn(draw: random.Random, kind: str) -> Step:
-    found = names(kind)
-    (name,) = draw.choices(found, [TABLE[one].weight for one in found])
+    options = names(kind)
+    (name,) = draw.choices(options, [TABLE[option].weight for option in options])
     return Step(name, draw.randrange(1000))
 
 
 def _sizes(draw: random.Random, start: str, world: int) -> tuple[int, ...]:
-    fitting = [k * world for k in (1, 2, 3) if k * world <= 24] or [world]
-    batch = draw.choice(fitting) if draw.random() < 0.8 else draw.randint(2, 12)
-    width = draw.choice(fitting) if draw.random() < 0.7 else draw.choice((4, 6, 8, 12, 24))
+    divisible = [k * world for k in (1, 2, 3) if k * world <= 24] or [world]
+    batch = draw.choice(divisible) if draw.random() < 0.8 else draw.randint(2, 12)
+    width = draw.choice(divisible) if draw.random() < 0.7 else draw.choice((4, 6, 8, 12, 24))
     width = width if width > 1 else 4
     match start:
         case "rows":
@@ -163,16 +163,16 @@ def _sizes(draw: random.Random, start: str, world: int) -> tuple[int, ...]:
 # -- layouts ---------------------------------------------------------------------------------------
 def factors(ranks: int, most: int, draw: random.Random) -> list[int]:
     """Up to `most` numbers above 1 whose product is `ranks`."""
-    found = [ranks]
-    while len(found) < most:
-        able = [k for k, f in enumerate(found) if any(f % d == 0 for d in range(2, f))]
+    sizes = [ranks]
+    while len(sizes) < most:
+        able = [k for k, f in enumerate(sizes) if any(f % d == 0 for d in range(2, f))]
         if not able or draw.random() < 0.25:
             break
         place = draw.choice(able)
-        size = found.pop(place)
+        size = sizes.pop(place)
         divisor = draw.choice([d for d in range(2, size) if size % d == 0])
-        found[place:place] = [divisor, size // divisor]
-    return found
+        sizes[place:place] = [divisor, size // divisor]
+    return sizes
 
 
 def _layout(draw: random.Random, ranks: int) -> str:

@@ -98,7 +98,7 @@ def data(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """A parameter's data is assigned: what was computed of it, a plain tensor, or the numbers of a
     parameter of its shape, which may lie otherwise.
     """
-    found, tensor = _parameter(draw, model)
+    line, tensor = _parameter(draw, model)
     plain = (
         f"torch.randn(p.shape, generator=torch.Generator().manual_seed({draw.randrange(99)})) / 3"
     )
@@ -106,15 +106,15 @@ def data(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
     for name, other in model.named_parameters():
         if other.shape == tensor.shape and other is not tensor:
             options.append(f"model.get_parameter({name!r}).data * 0.9")
-    return f"{found}; p.data = {draw.choice(options)}"
+    return f"{line}; p.data = {draw.choice(options)}"
 
 
 @habit
 def write(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """A view of a parameter is written, or the parameter through it."""
-    found, tensor = _parameter(draw, model)
+    line, tensor = _parameter(draw, model)
     if not tensor.dim():
-        return f"{found}; torch.no_grad()(lambda: p.mul_(0.5))()"
+        return f"{line}; torch.no_grad()(lambda: p.mul_(0.5))()"
     last = tensor.shape[0] - 1
     options = [
         "p[0].zero_()", f"p[{draw.randint(0, last)}].mul_(0.5)", "p.data[0].fill_(0.1)",
@@ -125,13 +125,13 @@ def write(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
     ]  # fmt: skip
     if tensor.dim() > 1:
         options += ["p.mT[..., 0].mul_(0.5)", "p.data[:, 0].fill_(0.3)", "p[0][0].add_(1)"]
-    return f"{found}; torch.no_grad()(lambda: {draw.choice(options)})()"
+    return f"{line}; torch.no_grad()(lambda: {draw.choice(options)})()"
 
 
 @habit
 def init(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """Numbers are drawn into a parameter: those of rank 0's generator."""
-    found, tensor = _parameter(draw, model)
+    line, tensor = _parameter(draw, model)
     options = ["nn.init.normal_(p, 0, 0.3)", "nn.init.uniform_(p, -0.5, 0.5)",
                "nn.init.trunc_normal_(p, 0, 0.3)", "p.data.normal_(0, 0.3)",
                "torch.no_grad()(lambda: p.add_(torch.randn_like(p) * 0.1))()",
@@ -141,15 +141,15 @@ def init(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
     if tensor.dim() > 1:
         options += ["nn.init.kaiming_uniform_(p)", "nn.init.xavier_normal_(p)"]
     seed = f"torch.manual_seed({draw.randrange(99)} + rank)"
-    return f"{found}; {seed}; {draw.choice(options)}"
+    return f"{line}; {seed}; {draw.choice(options)}"
 
 
 @habit
 def freeze(draw: Draw, model: nn.Module, inputs: tuple[Any, ...]) -> str:
     """A module is frozen, or one that was frozen is trained; the optimizer gets what is new."""
     module = _submodule(draw, model, lambda m: next(m.parameters(), None) is not None)
-    found = eval(module, {"model": model})
-    trains = any(p.requires_grad for p in found.parameters())
+    target = eval(module, {"model": model})
+    trains = any(p.requires_grad for p in target.parameters())
     return f"{module}.requires_grad_({not trains})"
 
 
@@ -185,8 +185,8 @@ class Session:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = self.space["inputs"]
-        return found
+        values: tuple[Any, ...] = self.space["inputs"]
+        return values
 
     def do(self, line: str) -> list[Any]:
         """Runs the line of a habit; returns what the module gave, if it was called."""
@@ -220,12 +220,12 @@ def lines_of(
     """The kinds and lines of the habits that fit a module, in order. `session`: begins one with the
     module as it was made; `trial`: whether the module can be trained with these.
     """
-    kept: list[tuple[str, str]] = []
+    lines: list[tuple[str, str]] = []
     for kind, seed in habits:
         now = session()
-        for _, line in kept:
+        for _, line in lines:
             now.do(line)
         line = HABITS[kind](random.Random(seed), now.model, now.inputs)
-        if line and trial([*(line for _, line in kept), line]):
-            kept.append((kind, line))
-    return kept
+        if line and trial([*(line for _, line in lines), line]):
+            lines.append((kind, line))
+    return lines

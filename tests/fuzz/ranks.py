@@ -63,21 +63,21 @@ def run_built(built: Built, layout: str, ranks: int) -> Result:
 
 
 def _compared(built: Built, layout: str, ranks: int) -> str:
-    given, world = read_layout(layout, built, ranks)
+    parsed, world = read_layout(layout, built, ranks)
     inputs = copy.deepcopy(built.inputs)
     if world is None:
-        par = autopar.apply(built.model, given, inputs)
+        par = autopar.apply(built.model, parsed, inputs)
     else:
-        par = autopar.parallelize(built.model, world, inputs, layout=given)
+        par = autopar.parallelize(built.model, world, inputs, layout=parsed)
     try:
-        found, masks = _trained(par, inputs, [line for _, line in built.habits])
+        record, masks = _trained(par, inputs, [line for _, line in built.habits])
     except Exception as error:
         error.add_note("of a call: ")  # one device took the call
         raise
     tolerance = LOOSE if built.loose else TOLERANCE
 
     def differ(expected: Trained) -> str:
-        return differences(found, expected, tolerance, lambda name, unsharded: unsharded)
+        return differences(record, expected, tolerance, lambda name, unsharded: unsharded)
 
     return agrees(differ, lambda: again(built), masks, tolerance)
 
@@ -103,12 +103,12 @@ def _trained(
         return leaves
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    found = train(Session(par, inputs, rank), habits, call, _gather)
+    record = train(Session(par, inputs, rank), habits, call, _gather)
     own = _constants(par)
-    found.buffers = {
-        n: b for n, b in found.buffers.items() if not n.startswith("coordinate_") and n not in own
+    record.buffers = {
+        n: b for n, b in record.buffers.items() if not n.startswith("coordinate_") and n not in own
     }
-    return found, masks
+    return record, masks
 
 
 def _gather(value: Any) -> Any:

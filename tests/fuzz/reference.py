@@ -47,18 +47,18 @@ def cotangents(leaves: Sequence[Any]) -> list[Tensor | None]:
     """What the backward starts from: all scalars; where there is none, all that has gradients."""
     able = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
     scalars = any(a and x.dim() == 0 for a, x in zip(able, leaves))
-    found: list[Tensor | None] = []
+    tensors: list[Tensor | None] = []
     for place, (leaf, wanted) in enumerate(zip(leaves, able)):
         if not wanted or (scalars and leaf.dim()):
-            found.append(None)
+            tensors.append(None)
             continue
         draws = torch.Generator().manual_seed(place)
         shape = tuple(leaf.shape)
         unsharded = (
             torch.randn(shape, generator=draws, dtype=torch.float64) if shape else 1 - 0.3 * place
         )
-        found.append(torch.as_tensor(unsharded, dtype=leaf.dtype))
-    return found
+        tensors.append(torch.as_tensor(unsharded, dtype=leaf.dtype))
+    return tensors
 
 
 def trained(
@@ -97,26 +97,26 @@ def train(
     """Steps of SGD with a habit before each but the first. `call`: runs what may call the module;
     `unsharded`: what a value is on one device.
     """
-    found, model = Trained(), session.model
+    record, model = Trained(), session.model
     for step, line in enumerate(["", *habits] if habits else [""] * STEPS):
         seen = call(partial(session.do, line)) if line else []
         leaves = [unsharded(x) for x in call(session.call)]
         results = [*map(unsharded, seen), *leaves]
-        found.outputs += [x.detach().clone() if isinstance(x, Tensor) else x for x in results]
+        record.outputs += [x.detach().clone() if isinstance(x, Tensor) else x for x in results]
         pairs = [(x, g) for x, g in zip(leaves, cotangents(leaves)) if g is not None]
         if pairs:
             torch.autograd.backward([x for x, _ in pairs], [g for _, g in pairs])
         if step == 0 or habits:
             named = gradients(model.named_parameters(), session.inputs)
             where = f" of step {step}" if step else ""
-            found.gradients |= {f"{n}{where}": unsharded(g) for n, g in named.items()}
+            record.gradients |= {f"{n}{where}": unsharded(g) for n, g in named.items()}
         session.update()
         for x in session.inputs:
             if habits and isinstance(x, Tensor):
                 x.grad = None
-    found.parameters = {n: unsharded(p.detach()) for n, p in model.named_parameters()}
-    found.buffers = {n: unsharded(b.detach()) for n, b in model.named_buffers()}
-    return found
+    record.parameters = {n: unsharded(p.detach()) for n, p in model.named_parameters()}
+    record.buffers = {n: unsharded(b.detach()) for n, b in model.named_buffers()}
+    return record
 
 
 def gradients(named: Any, inputs: Sequence[Any]) -> dict[str, Tensor | None]:
@@ -174,10 +174,10 @@ class _Replay(TorchFunctionMode):
         if self.below:
             return torch.where(self._coins(x.shape, 1 - p), x / (1 - p), 0)
         index = torch.arange(x.numel()).view(x.shape)
-        kept = sharded_dropout.hash_of(index, sharded_dropout.keys_of(self._seed())) >= round(
+        saved = sharded_dropout.hash_of(index, sharded_dropout.keys_of(self._seed())) >= round(
             p * 2**32
         )
-        return torch.where(kept, x / (1 - p), 0)
+        return torch.where(saved, x / (1 - p), 0)
 
     def _coins(self, shape: Any, rate: Any) -> Tensor:
         return self._uniform(shape, torch.float32) < rate
@@ -236,8 +236,8 @@ def _room(off: Trained, expected: Trained, tolerance: float) -> dict[str, float]
 
 def _spread(seeds: Sequence[int], drawn: Sequence[int], draws: int) -> list[int]:
     """The seeds of this many draws, of which those not in `drawn` have any."""
-    given = dict(zip(drawn, seeds))
-    return [given.get(place, 0) for place in range(draws)]
+    by_place = dict(zip(drawn, seeds))
+    return [by_place.get(place, 0) for place in range(draws)]
 
 
 # -- comparing -------------------------------------------------------------------------------------

@@ -32,9 +32,9 @@ def shrunk(
             if simpler in tried or time.monotonic() > until:
                 continue
             tried.add(simpler)
-            found = attempt(simpler)
-            if alike(found, result):
-                case, result, again = simpler, found, True
+            simpler_result = attempt(simpler)
+            if alike(simpler_result, result):
+                case, result, again = simpler, simpler_result, True
                 break
     return case, result
 

@@ -79,11 +79,11 @@ def run_built(built: Built, layout: str, ranks: int) -> Result:
 
 def _compare_simulated(built: Built, layout: str, ranks: int) -> Result:
     """Against autopar's own graph by verify, and against the module."""
-    found: list[Program] = []
+    programs: list[Program] = []
     try:
-        kind, said = _verified(built, layout, ranks, found)
-        if found and kind in ("ok", "false alarm"):
-            differs = _simulated(found[0], built, said)
+        kind, said = _verified(built, layout, ranks, programs)
+        if programs and kind in ("ok", "false alarm"):
+            differs = _simulated(programs[0], built, said)
             if differs:
                 kind, said = "wrong", f"{'verify passes; ' if kind == 'ok' else ''}{differs}"
     except Unfit as unfit:
@@ -111,9 +111,9 @@ def refused(error: Exception) -> bool:
 def _verified(built: Built, layout: str, ranks: int, programs: list[Program]) -> tuple[str, str]:
     """Calls `verify`; the program that it holds against its own graph is put into `programs`."""
     try:
-        given, world = read_layout(layout, built, ranks)
+        parsed, world = read_layout(layout, built, ranks)
         with _caught_program(programs):
-            autopar.verify(built.model, world, built.inputs, given)
+            autopar.verify(built.model, world, built.inputs, parsed)
     except errors.VerificationError as error:
         return "false alarm", described(error)
     except errors.AutoparError as error:
@@ -163,9 +163,9 @@ def _simulated(program: Program, built: Built, alarm: str = "") -> str:
     tolerance = LOOSE if built.loose else TOLERANCE
 
     def differ(expected: Trained) -> str:
-        for rank, found in enumerate(ranks):
+        for rank, record in enumerate(ranks):
             cut = _Cut(program, mesh.coordinate(rank), built, expected)
-            said = differences(found, expected, tolerance, cut)
+            said = differences(record, expected, tolerance, cut)
             if said:
                 return f"on rank {rank} of mesh {mesh}, {said}"
         return ""
@@ -226,48 +226,48 @@ class _Rank:
         if entry.kind != "user":
             return self.tensors[entry.node]
         assert entry.position is not None
-        given = self.built.inputs[entry.position]
+        source = self.built.inputs[entry.position]
         if entry.position not in self.inputs:
-            own = self.program.layouts[entry.node].cut(given.detach(), self.coordinate).clone()
-            self.inputs[entry.position] = own.requires_grad_(given.requires_grad)
+            own = self.program.layouts[entry.node].cut(source.detach(), self.coordinate).clone()
+            self.inputs[entry.position] = own.requires_grad_(source.requires_grad)
         return self.inputs[entry.position]
 
     def train(self, masks: list[list[int]]) -> Trained:
-        found, entries = Trained(), self.program.signature.inputs
+        record, entries = Trained(), self.program.signature.inputs
         named = {e.target: self.tensors[e.node] for e in entries if e.kind == "parameter"}
         trainable = [p for p in named.values() if p.requires_grad]
         optimizer = torch.optim.SGD(trainable, RATE, MOMENTUM) if trainable else None
         for step in range(STEPS):
-            leaves = self._step(step, found)
-            found.outputs += [x.detach() if isinstance(x, Tensor) else x for x in leaves]
+            leaves = self._step(step, record)
+            record.outputs += [x.detach() if isinstance(x, Tensor) else x for x in leaves]
             if step == 0:
                 grads = {n: p.grad for n, p in named.items() if p.requires_grad}
                 inputs = {i: x.grad for i, x in self.inputs.items() if x.requires_grad}
                 grads |= {f"inputs[{i}]": g for i, g in inputs.items()}
-                found.gradients = {n: None if g is None else g.clone() for n, g in grads.items()}
+                record.gradients = {n: None if g is None else g.clone() for n, g in grads.items()}
             if optimizer:
                 optimizer.step()
                 optimizer.zero_grad()
-        found.parameters = {n: p.detach() for n, p in named.items()}
-        found.buffers = {e.target: self.tensors[e.node] for e in entries if e.kind == "buffer"}
-        return found
+        record.parameters = {n: p.detach() for n, p in named.items()}
+        record.buffers = {e.target: self.tensors[e.node] for e in entries if e.kind == "buffer"}
+        return record
 
     def _step(self, step: int, actual: Trained) -> list[Any]:
         """Forward and backward; what the module would return."""
         signature = self.program.signature
-        held = {e.target: e.node for e in signature.inputs if e.kind == "buffer"}
+        buffers = {e.target: e.node for e in signature.inputs if e.kind == "buffer"}
         fed = [self._feed(e, step) for e in signature.inputs]
         fed = [x.clone() if e.kind == "buffer" else x for e, x in zip(signature.inputs, fed)]
         results = iter(self.program.module(*fed))
-        leaves, given = [], []
+        leaves, nodes = [], []
         for output in signature.outputs:
             value = output.constant if output.node is None else next(results)
             if output.kind == "mutation":
-                self.tensors[held[output.target]] = value.detach().clone()
+                self.tensors[buffers[output.target]] = value.detach().clone()
                 continue
             leaves.append(value)
-            given.append(output.node)
-        self._backward(leaves, given)
+            nodes.append(output.node)
+        self._backward(leaves, nodes)
         return leaves
 
     def _backward(self, leaves: list[Any], nodes: list[str | None]) -> None:

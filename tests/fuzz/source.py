@@ -88,16 +88,16 @@ class _Fields(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         if name in ("torch", "range", "min", "repr", "F"):
             raise KeyError(name)
-        self[name] = found = self._drawn(name)
-        return found
+        self[name] = value = self._drawn(name)
+        return value
 
     def _drawn(self, name: str) -> Any:
         shape = self["shape"]
         match name:
             case "o":
-                fitting = [w for w in (1, 2, 3, 4) if w * self.maker.case.ranks <= 24]
-                if fitting and self.draw.random() < 0.7:
-                    return self.maker.case.ranks * self.draw.choice(fitting)
+                divisible = [w for w in (1, 2, 3, 4) if w * self.maker.case.ranks <= 24]
+                if divisible and self.draw.random() < 0.7:
+                    return self.maker.case.ranks * self.draw.choice(divisible)
                 return self.draw.choice(WIDTHS)
             case "flag" | "flag2":
                 return self.draw.random() < 0.5
@@ -169,18 +169,21 @@ class _Maker:
     # -- steps -------------------------------------------------------------------------------------
     def step(self, step: Step, number: int, into: str) -> bool:
         """Adds an op, where it fits what there is; else leaves all as it was."""
-        one, kept = TABLE[step.op], (len(self.inputs), len(self.init), set(vars(self.module)))
+        entry, sizes_before = (
+            TABLE[step.op],
+            (len(self.inputs), len(self.init), set(vars(self.module))),
+        )
         try:
             fields = _Fields(self, step, number)
-            if not eval(one.when, {}, fields):
+            if not eval(entry.when, {}, fields):
                 return False
-            init, lines = self._filled(one, fields)
-            self._define(one)
+            init, lines = self._filled(entry, fields)
+            self._define(entry)
             for line in init:
                 exec(line, self.env)
-            self._run(lines, into, one)
+            self._run(lines, into, entry)
         except (RuntimeError, ValueError, IndexError, KeyError, TypeError, AssertionError):
-            del self.inputs[kept[0] :]
+            del self.inputs[sizes_before[0] :]
             return False
         self.init += init
         self.forward += [*lines[:-1], f"{into} = {lines[-1].strip()}"]
@@ -201,19 +204,21 @@ class _Maker:
 
     def _run(self, lines: list[str], into: str, op: Op) -> None:
         state = torch.get_rng_state()
-        held = {name: b.clone() for name, b in self.module.named_buffers()}
-        kept = {n: v for n, v in vars(self.module).items() if isinstance(v, int | Tensor | None)}
+        buffers = {name: b.clone() for name, b in self.module.named_buffers()}
+        attributes = {
+            n: v for n, v in vars(self.module).items() if isinstance(v, int | Tensor | None)
+        }
         exec("\n".join(lines[:-1]), self.env)
-        found = eval(lines[-1].strip(), self.env)
-        vars(self.module).update(kept)
+        result = eval(lines[-1].strip(), self.env)
+        vars(self.module).update(attributes)
         with torch.no_grad():
             for name, buffer in self.module.named_buffers():
-                if name in held:
-                    buffer.copy_(held[name])
+                if name in buffers:
+                    buffer.copy_(buffers[name])
         torch.set_rng_state(state)
         if op.kind in ("op", FROM_IDS, "loss"):
-            self._check(found)
-        self.env[into] = found
+            self._check(result)
+        self.env[into] = result
 
     def _check(self, built: Any) -> None:
         if not isinstance(built, Tensor) or built.numel() > _MOST or not built.numel():
@@ -226,23 +231,25 @@ class _Maker:
     # -- the whole ---------------------------------------------------------------------------------
     def text(self) -> str:
         names = ", ".join(["self", *(name for name, _ in self.inputs)])
-        made = ", ".join(text for _, text in self.inputs)
+        inputs = ", ".join(text for _, text in self.inputs)
         lines = ["class Model(nn.Module):", "    def __init__(self):", "        super().__init__()"]
         lines += [f"        {line}" for line in self.init]
         lines += [f"    def forward({names}):", *(f"        {line}" for line in self.forward)]
         after = [f"model.{line}" for line in self._changed()]
-        lines += ["model = Model()", *after, f"inputs = ({made},)"]
+        lines += ["model = Model()", *after, f"inputs = ({inputs},)"]
         if "input_gradient" in self.case.module_edits and self.case.start != "ids":
             lines.append("inputs[0].requires_grad_()")
         return _HEAD.format(seed=self.seed) + "\n".join([*self.defined, *lines]) + "\n"
 
     def _changed(self) -> list[str]:
-        module_edits, held = self.case.module_edits, list(self.module.named_parameters())
+        module_edits, parameters = self.case.module_edits, list(self.module.named_parameters())
         lines = ["eval()"] if "eval" in module_edits else []
-        if "freeze_first" in module_edits and len(held) > 1:
-            lines.append(f"{held[0][0].split('.')[0]}.requires_grad_(False)")
-        if "no_bias_gradient" in module_edits and held:
-            lines += [f"{n}.requires_grad_(False)" for n, _ in held if n.endswith(".bias")][:1]
+        if "freeze_first" in module_edits and len(parameters) > 1:
+            lines.append(f"{parameters[0][0].split('.')[0]}.requires_grad_(False)")
+        if "no_bias_gradient" in module_edits and parameters:
+            lines += [f"{n}.requires_grad_(False)" for n, _ in parameters if n.endswith(".bias")][
+                :1
+            ]
         return [re.sub(r"\.(\d+)\.", r"[\1].", line) for line in lines]
 
 
@@ -262,8 +269,8 @@ def build(case: Case, seed: int = 0) -> Built:
         maker.inputs, maker.env["x"] = [("x", maker.inputs[0][1])], maker.env["in0"]
         maker.values = ["x"]
         _add_steps(maker)
-        made = run_text(maker.text(), tuple(maker.used))
-        return replace(made, habits=_applicable(made, case)) if case.habits else made
+        built = run_text(maker.text(), tuple(maker.used))
+        return replace(built, habits=_applicable(built, case)) if case.habits else built
 
 
 def _applicable(built: Built, case: Case) -> tuple[tuple[str, str], ...]:

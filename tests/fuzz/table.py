@@ -48,4 +48,4 @@ def ops(when: str = "True", **texts: str) -> None:
 
 
 def names(kind: str) -> list[str]:
-    return [name for name, one in TABLE.items() if one.kind == kind]
+    return [name for name, entry in TABLE.items() if entry.kind == kind]

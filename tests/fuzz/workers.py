@@ -52,14 +52,14 @@ class Team:
             pipe.send(task)
         answers = self._answers(timeout_s)
         if len(answers) == self.size:
-            found = _together(answers)
+            result = _together(answers)
         else:
-            found = next((one for one in answers.values() if one.failed), None) or self._lost(
-                answers, timeout_s
-            )
-        if len(answers) < self.size or (self.gloo and found.kind in ("error", "hang")):
+            result = next(
+                (answer for answer in answers.values() if answer.failed), None
+            ) or self._lost(answers, timeout_s)
+        if len(answers) < self.size or (self.gloo and result.kind in ("error", "hang")):
             self.stop()
-        return found
+        return result
 
     def stop(self) -> None:
         for pipe in self.pipes:
@@ -90,19 +90,19 @@ class Team:
 
     def _answers(self, timeout_s: float) -> dict[int, Any]:
         """What the processes send, by number, as far as they do in time."""
-        found: dict[int, Any] = {}
+        answers: dict[int, Any] = {}
         left, until = set(range(self.size)), time.monotonic() + timeout_s
         while left and time.monotonic() < until:
             for pipe in wait([self.pipes[i] for i in left], until - time.monotonic()):
                 number = self.pipes.index(pipe)  # type: ignore[arg-type]
                 left.discard(number)
                 try:
-                    found[number] = self.pipes[number].recv()
+                    answers[number] = self.pipes[number].recv()
                 except (EOFError, ConnectionError):
-                    return found
-                if isinstance(found[number], Result) and found[number].failed:
+                    return answers
+                if isinstance(answers[number], Result) and answers[number].failed:
                     until = min(until, time.monotonic() + _ALONE_S)
-        return found
+        return answers
 
     def _lost(self, answers: dict[int, Result], timeout_s: float) -> Result:
         """A process has ended, or none of them answers any more."""
@@ -117,8 +117,8 @@ class Team:
 
 def _together(answers: dict[int, Any]) -> Result:
     """The result of all ranks: a failed one's if there is one."""
-    kinds = {one.kind for one in answers.values()}
-    failed = [one for one in answers.values() if one.failed]
+    kinds = {answer.kind for answer in answers.values()}
+    failed = [answer for answer in answers.values() if answer.failed]
     if failed:
         return failed[0]
     if len(kinds) > 1:
@@ -153,9 +153,9 @@ def work(pipe: Connection, rank: int, ranks: int, store: str) -> None:
 
 def _done(module: Any, task: Task) -> Result:
     if task.case is not None:
-        found: Result = module.run(task.case, task.seed)
+        result: Result = module.run(task.case, task.seed)
     else:
         from .source import run_text
 
-        found = module.run_built(run_text(task.text), task.layout, task.ranks)
-    return found
+        result = module.run_built(run_text(task.text), task.layout, task.ranks)
+    return result

@@ -93,9 +93,9 @@ def test_a_mapping_is_an_argument_and_a_result(kind: Callable[[Any], Any]) -> No
     assert autopar.verify(model, 2, (batch,), layout="ddp").ranks == 2
     par = autopar.parallelize(model, 1, {"batch": batch})
     for call in (batch, kind(tensors())):
-        found, right = par(call), model(call)
-        assert type(found) is type(right) is type(batch) and list(found) == ["loss", "rows"]
-        torch.testing.assert_close(dict(found), dict(right))
+        outputs, right = par(call), model(call)
+        assert type(outputs) is type(right) is type(batch) and list(outputs) == ["loss", "rows"]
+        torch.testing.assert_close(dict(outputs), dict(right))
 
 
 @pytest.mark.parametrize("kind", [Batch, Encoded])
@@ -125,10 +125,10 @@ def test_a_mapping_is_flattened_and_made_again() -> None:
 
     own = Own(b=torch.ones(1), a=2)
     register([own])
-    leaves, spec = pytree.tree_flatten(own)
-    assert leaves == [own["b"], 2] and type(pytree.tree_unflatten([3, 4], spec)) is Own
-    assert pytree.tree_unflatten([3, 4], spec) == {"b": 3, "a": 4} and own["a"] == 2
-    assert spec == pytree.tree_structure(Own(b=5, a=6)) != pytree.tree_structure(Own(b=5))
+    leaves, structure = pytree.tree_flatten(own)
+    assert leaves == [own["b"], 2] and type(pytree.tree_unflatten([3, 4], structure)) is Own
+    assert pytree.tree_unflatten([3, 4], structure) == {"b": 3, "a": 4} and own["a"] == 2
+    assert structure == pytree.tree_structure(Own(b=5, a=6)) != pytree.tree_structure(Own(b=5))
     assert [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(own)[0]] == [
         "['b']",
         "['a']",

@@ -126,11 +126,13 @@ def convert(source: Layout, target: Layout, seed: int) -> None:
 
 def is_one_digit(step: Step) -> bool:
     """Whether the axes' digits adjoin one another in mesh order, before and after."""
-    held = [[layout.state(axis) for axis in step.axes] for layout in (step.before, step.after)]
+    states_by_side = [
+        [layout.state(axis) for axis in step.axes] for layout in (step.before, step.after)
+    ]
     sizes = [step.before.mesh.sizes[axis] for axis in step.axes[1:]]
     return list(step.axes) == [a for a in step.before.mesh.names if a in step.axes] and all(
         outer.kind == inner.kind and outer.dim == inner.dim and outer.stride == inner.stride * size
-        for states in held
+        for states in states_by_side
         for outer, inner, size in zip(states, states[1:], sizes, strict=False)
     )
 
@@ -210,10 +212,10 @@ def factored(layout: Layout, mesh: Mesh) -> Layout:
 @pytest.mark.parametrize("meshes", ["x2.y6/x2.ya2.yb3", "y4.x3/ya2.yb2.x3", "x2.y8/x2.ya2.yb2.yc2"])
 def test_axes_that_are_one_jointly_take_the_path_of_one(meshes: str) -> None:
     """Step by step the same change of the same bytes over as many ranks, whatever they hold."""
-    one, several = (Mesh.parse(text) for text in meshes.split("/"))
+    flat, several = (Mesh.parse(text) for text in meshes.split("/"))
     draw = random.Random(meshes)
     for seed in range(400):
-        pair = [random_layout(one, (48, 24), "SSSIRP", draw) for _ in "st"]
+        pair = [random_layout(flat, (48, 24), "SSSIRP", draw) for _ in "st"]
         parts = [factored(layout, several) for layout in pair]
         path, longer = reshard_steps(*pair), reshard_steps(*parts)
         assert [(s.kind, s.group_size, s.traffic(True)) for s in path] == [

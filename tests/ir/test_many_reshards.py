@@ -22,14 +22,14 @@ def layouts(mesh: Mesh, shape: tuple[int, ...], count: int, seed: int) -> list[L
     """Up to `count` legal layouts, drawn at random, with digits of every stride."""
     draw = random.Random(seed)
     strides = [(d, n) for d, size in enumerate(shape) for n in range(1, size) if size % n == 0]
-    found: dict[Layout, None] = {}
+    distinct: dict[Layout, None] = {}
     for _ in range(100 * count):
         states = [draw.choice([I, R, P, *[S(*draw.choice(strides))] * 4]) for _ in mesh.axes]
         try:
-            found[Layout(mesh, shape, tuple(states))] = None
+            distinct[Layout(mesh, shape, tuple(states))] = None
         except LayoutError:
             continue
-    return [*found][:count]
+    return [*distinct][:count]
 
 
 def bits(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -41,11 +41,11 @@ def test_every_step_is_that_of_its_path(name: str) -> None:
     mesh, shape = Mesh.parse(name), MESHES[name]
     sources, targets = layouts(mesh, shape, 25, 0), layouts(mesh, shape, 24, 1)
     assert len(targets) > 5
-    found: list[list[tuple[str, int, int]]] = [[] for _ in range(len(sources) * len(targets))]
+    paths: list[list[tuple[str, int, int]]] = [[] for _ in range(len(sources) * len(targets))]
     for steps in steps_between(sources, targets):
         for pair, kind, axes, elements in zip(*(x.tolist() for x in steps), strict=True):
-            found[pair].append((ORDER[kind], axes, elements))
-    for path, (source, target) in zip(found, itertools.product(sources, targets), strict=True):
+            paths[pair].append((ORDER[kind], axes, elements))
+    for path, (source, target) in zip(paths, itertools.product(sources, targets), strict=True):
         assert path == [
             (step.kind, bits(mesh, step.axes), max(step.before.local_size, step.after.local_size))
             for step in reshard_steps(source, target)
@@ -57,7 +57,7 @@ def test_seconds_are_those_of_each_path_to_the_last_digit(element: Element) -> N
     world = World.preset("dgx-h100", ranks=16)
     mesh, shape = Mesh.parse("w2.x2.y2.z2"), (1024, 4096, 16)
     sources, targets = layouts(mesh, shape, 20, 2), layouts(mesh, shape, 21, 3)
-    found = terms_between(sources, targets, element, world)
+    term_table = terms_between(sources, targets, element, world)
     for i, j in itertools.product(range(len(sources)), range(len(targets))):
         expected = path_terms(reshard_steps(sources[i], targets[j]), element, world)
-        assert tuple(found[i, j].tolist()) == expected
+        assert tuple(term_table[i, j].tolist()) == expected

@@ -103,13 +103,13 @@ def test_weights_fill_the_bubble() -> None:
 
 def test_one_forward_one_backward_holds_few_and_gpipe_all() -> None:
     pipeline, microbatches = Pipeline(4), 8
-    held = {
+    in_flight = {
         name: [
             most_in_flight(own, r) for r, own in enumerate(actions(name, pipeline, microbatches))
         ]
         for name in ("gpipe", "1f1b")
     }
-    assert held == {"gpipe": [8, 8, 8, 8], "1f1b": [4, 3, 2, 1]}
+    assert in_flight == {"gpipe": [8, 8, 8, 8], "1f1b": [4, 3, 2, 1]}
 
 
 def test_sends_and_the_end_of_a_step_take_their_time() -> None:

@@ -25,8 +25,8 @@ def inputs(example: Example) -> Any:
 
 def planned(example: Example, world: Any, layout: Any = "auto") -> Json:
     """A plan as it stands in its file."""
-    made = autopar.plan(example[0], world, inputs(example), layout)
-    return json.loads(json.dumps(made.to_json()))  # type: ignore[no-any-return]
+    plan = autopar.plan(example[0], world, inputs(example), layout)
+    return json.loads(json.dumps(plan.to_json()))  # type: ignore[no-any-return]
 
 
 def edited(data: Json, edit: Edit) -> autopar.Plan:
@@ -40,12 +40,12 @@ def edited(data: Json, edit: Edit) -> autopar.Plan:
 def test_a_plan_from_a_file_is_priced_as_it_was_planned(
     example: Callable[[], Example], layout: str
 ) -> None:
-    made = example()
-    model = made[0]
-    before = autopar.plan(model, autopar.World.preset("dgx-h100", 16), inputs(made), layout)
+    case = example()
+    model = case[0]
+    before = autopar.plan(model, autopar.World.preset("dgx-h100", 16), inputs(case), layout)
     loaded = autopar.Plan.from_json(json.loads(json.dumps(before.to_json())))
     assert loaded == before and loaded.world == before.world and not loaded.edited
-    after = renew_plan(model, loaded, inputs(made))
+    after = renew_plan(model, loaded, inputs(case))
     assert not after.changed_figures
     assert after.seconds == pytest.approx(before.seconds, rel=1e-12)
     assert (after.comm_bytes, after.peak_bytes) == (before.comm_bytes, before.peak_bytes)
@@ -62,22 +62,22 @@ def test_a_plan_is_rewritten_on_the_world_that_it_was_planned_for(tmp_path: Any)
     before = autopar.plan(model, two_nodes, args, "ddp")
     before.save(tmp_path / "plan.json")
     after = renew_plan(model, autopar.Plan.load(tmp_path / "plan.json"), args)
-    wanted, found = (str(p.context.program.module.graph) for p in (before, after))
-    assert found == wanted and "inside: 4" in wanted
+    wanted, graph = (str(p.context.program.module.graph) for p in (before, after))
+    assert graph == wanted and "inside: 4" in wanted
 
 
 def test_figures_that_differ_from_the_file_are_reported() -> None:
-    model, args, _ = made = mlp()
+    model, args, _ = case = mlp()
 
     def slower(data: Json) -> None:
         data["seconds"] *= 2
 
-    after = renew_plan(model, edited(planned(made, 4), slower), args)
+    after = renew_plan(model, edited(planned(case, 4), slower), args)
     (line,) = after.changed_figures
     assert line.startswith("seconds: ") and "the file says" in line
-    one = edited(planned(made, 1), slower)
+    alone = edited(planned(case, 1), slower)
     with pytest.warns(UserWarning, match="seconds: "):
-        autopar.apply(model, one, args)
+        autopar.apply(model, alone, args)
 
 
 # -- edits that run --------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def every_state(data: Json) -> None:
     ],
 )
 def test_an_edited_plan_runs(edit: Edit, world: int) -> None:
-    model, args, _ = made = mlp()
-    before = planned(made, world, "megatron")
+    model, args, _ = case = mlp()
+    before = planned(case, world, "megatron")
     plan = edited(json.loads(json.dumps(before)), edit)
     assert plan.edited
     check = autopar.verify(model, None, args, layout=plan)
@@ -145,8 +145,8 @@ def test_an_edited_plan_runs(edit: Edit, world: int) -> None:
 @pytest.mark.slow
 def test_an_edited_gpt_runs() -> None:
     """One block's up projection takes another loop dim, its weight is stored whole."""
-    model, args, _ = made = gpt()
-    data = planned(made, 4, "megatron")
+    model, args, _ = case = gpt()
+    data = planned(case, 4, "megatron")
     name = next(n for n, c in data["choices"].items() if c["splits"] == ["n"])
     data["choices"][name]["splits"] = ["k"]
     plan = autopar.Plan.from_json(data)
@@ -198,16 +198,16 @@ LINEAR = ("choices", "linear")
     ],
 )
 def test_an_edit_that_cannot_be_is_refused(edit: Edit, says: tuple[str, ...]) -> None:
-    model, args, _ = made = mlp()
-    data = planned(made, 4, "megatron")
+    model, args, _ = case = mlp()
+    data = planned(case, 4, "megatron")
     with pytest.raises(autopar.PlanError) as error:
         renew_plan(model, edited(data, edit), args)
     assert all(part in str(error.value) for part in says), error.value
 
 
 def test_splits_and_layouts_that_contradict_each_other_are_refused() -> None:
-    model, args, _ = made = mlp()
-    data = planned(made, 2, "megatron")
+    model, args, _ = case = mlp()
+    data = planned(case, 2, "megatron")
     layouts_of_rows(data)
     data["choices"]["linear"]["splits"] = ["k"]
     with pytest.raises(autopar.PlanError, match=r"splits k, .* as if it split _0: change both"):

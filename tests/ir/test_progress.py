@@ -89,18 +89,18 @@ def test_a_step_forgets_the_count_of_the_last() -> None:
 
 
 def test_a_plan_tells_meshes_layouts_and_simulated_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, list[tuple[int, int]]] = {}
+    reported: dict[str, list[tuple[int, int]]] = {}
 
     class Recorded(progress.Work):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
             if name == "of" and value:
-                told.setdefault(self.what, []).append((self.done, self.of))
+                reported.setdefault(self.what, []).append((self.done, self.of))
 
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
     with progress.watch(Recorded("planning")):
         autopar.plan(model, 8, (torch.ones(32, 64),), smaller=False)
-    assert {"meshes bounded", "named layouts tried", "plans simulated"} <= told.keys()
-    assert told["meshes bounded"][0][0] == 0
-    assert all(done <= of for counts in told.values() for done, of in counts)
-    assert any(done == of > 1 for done, of in told["meshes bounded"])
+    assert {"meshes bounded", "named layouts tried", "plans simulated"} <= reported.keys()
+    assert reported["meshes bounded"][0][0] == 0
+    assert all(done <= of for counts in reported.values() for done, of in counts)
+    assert any(done == of > 1 for done, of in reported["meshes bounded"])

@@ -308,5 +308,5 @@ def test_complex_numbers_are_sent_as_pairs(monkeypatch: pytest.MonkeyPatch) -> N
         comm.all_to_all(x, "g"), *comm.all_reduce_coalesced([x], 1, "g"),
         comm.broadcast(x, 0, 1, "g"), comm.reduce(x, 0, 1, "g"),
     ]  # fmt: skip
-    for found in sent:
-        assert torch.equal(found, x.resolve_conj())
+    for received in sent:
+        assert torch.equal(received, x.resolve_conj())

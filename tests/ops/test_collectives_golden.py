@@ -144,8 +144,8 @@ def by_kind(
     for *key, amount in rows:
         amounts.setdefault(tuple(key), []).append(amount)  # type: ignore[arg-type]
     return {
-        key: [sum(one)] if key[1] in ("broadcast", "reduce") else sorted(one)
-        for key, one in amounts.items()
+        key: [sum(sizes)] if key[1] in ("broadcast", "reduce") else sorted(sizes)
+        for key, sizes in amounts.items()
     }
 
 
@@ -163,12 +163,12 @@ def same_as_modelled(plan: Plan, calls: list[Call]) -> None:
 
 
 def same_as_derived(calls: list[Call], expected: Iterable[Line]) -> None:
-    found = Counter(calls)
+    ran = Counter(calls)
     wanted: Counter[Call] = Counter()
     for *call, times in expected:
         wanted[Call(*call)] += times  # type: ignore[arg-type, call-arg]
-    assert not found - wanted, "runs, but is not on the list"
-    assert not wanted - found, "is on the list, but does not run"
+    assert not ran - wanted, "runs, but is not on the list"
+    assert not wanted - ran, "is on the list, but does not run"
 
 
 @pytest.mark.slow_cells(

@@ -65,8 +65,8 @@ def test_a_rank_computes_where_its_backend_sends_from(
     expected: str,
 ) -> None:
     monkeypatch.setattr(ranks, "backends", lambda: backends)
-    given = [torch.zeros(2, device=parameters)]
-    assert devices.of_rank(given, None) == torch.device(expected)
+    tensors = [torch.zeros(2, device=parameters)]
+    assert devices.of_rank(tensors, None) == torch.device(expected)
 
 
 def test_a_device_that_the_group_does_not_send_from_is_refused(

@@ -20,8 +20,8 @@ class Bags(nn.Module):
     def forward(self, ids: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
         if self.ragged:
             return self.head(self.bag(ids.flatten(), offsets)).square().mean()
-        kept = weights if self.weighted else None
-        return self.head(self.bag(ids, per_sample_weights=kept)).square().mean()
+        per_sample = weights if self.weighted else None
+        return self.head(self.bag(ids, per_sample_weights=per_sample)).square().mean()
 
 
 def inputs() -> tuple[Tensor, Tensor, Tensor]:

@@ -45,27 +45,29 @@ def operands(heads: int = 2, dims: int = 4) -> list[Tensor]:
 @pytest.mark.parametrize(("heads", "dims"), [(2, 4), (1, 4), (2, 3), (2, 2)])
 @pytest.mark.parametrize("mask", ["", "causal", "learned"])
 def test_its_gradient_is_that_of_what_it_dropped(heads: int, dims: int, mask: str) -> None:
-    given: list[Any] = [*operands(heads, dims), None]
+    arguments: list[Any] = [*operands(heads, dims), None]
     if mask == "learned":
-        given[3] = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda *x: attend(*x, causal=mask == "causal"), tuple(given))
+        arguments[3] = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *x: attend(*x, causal=mask == "causal"), tuple(arguments)
+    )
 
 
 @pytest.mark.usefixtures("on_kernels")
 def test_a_seed_is_a_mask_and_leaves_the_generator_alone() -> None:
-    given = *operands(), None
+    arguments = *operands(), None
     before = torch.get_rng_state()
-    one = attend(*given)
+    first = attend(*arguments)
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(3)
-    assert torch.equal(attend(*given), one)
-    assert not torch.equal(attend(*given, place=1), one)
-    assert not torch.equal(attend(*given, draw=2), one)
+    assert torch.equal(attend(*arguments), first)
+    assert not torch.equal(attend(*arguments, place=1), first)
+    assert not torch.equal(attend(*arguments, draw=2), first)
 
 
 def test_it_is_an_op_that_torch_knows_all_about() -> None:
-    given = (*operands(1), None, 0.3, True, None, torch.tensor(5), 3)
-    torch.library.opcheck(torch.ops.autopar.attention.default, given)
+    arguments = (*operands(1), None, 0.3, True, None, torch.tensor(5), 3)
+    torch.library.opcheck(torch.ops.autopar.attention.default, arguments)
 
 
 def losses(program: Program, inputs: tuple[Tensor, ...]) -> list[float]:
@@ -77,10 +79,10 @@ def losses(program: Program, inputs: tuple[Tensor, ...]) -> list[float]:
         place = mesh.coordinate(rank)
         own = _Rank(program, place, list(inputs))
         entries = program.signature.inputs
-        found = program.module(
+        outputs = program.module(
             *(seed_at(5, place, e.target) if e.target[0] == "@" else own.feed(e) for e in entries)
         )
-        return float(next(x for x in found if not x.dim()).detach())
+        return float(next(x for x in outputs if not x.dim()).detach())
 
     return lockstep.run(mesh, step)
 
@@ -94,9 +96,10 @@ def test_ranks_that_hold_the_same_heads_drop_the_same(layout: str) -> None:
     program = autopar.plan(model, 4, inputs, layout=layout, smaller=False).context.program
     own = [e for e in program.signature.inputs if e.target.startswith("@")]
     assert own, "no attention is seeded by the rank's place"
-    found = losses(program, inputs)
-    assert max(found) - min(found) < 1e-6
-    assert abs(found[0] - losses_by_hash(program, inputs)) > 1e-4  # other masks than the formula's
+    by_rank = losses(program, inputs)
+    assert max(by_rank) - min(by_rank) < 1e-6
+    # Masks are others than the formula's.
+    assert abs(by_rank[0] - losses_by_hash(program, inputs)) > 1e-4
 
 
 def losses_by_hash(program: Program, inputs: tuple[Tensor, ...]) -> float:

@@ -161,11 +161,11 @@ def _trained_in_levels(layout, backend):
     links = Level(2, 5e9, 1e-5), Level(2, 5e7, 2e-3)
     world = World(links, Device("test", {"float32": 1e12}, 80e9, 1e12))
     model, x = _model_and_data()
-    made = autopar.parallelize(model, world, (x,), layout=layout, backend=backend)
-    y = made(x)
+    par = autopar.parallelize(model, world, (x,), layout=layout, backend=backend)
+    y = par(x)
     y.square().sum().backward()
-    grads = {name: p.grad.full_tensor() for name, p in made.named_parameters()}
-    return grads, str(made.graph.code)
+    grads = {name: p.grad.full_tensor() for name, p in par.named_parameters()}
+    return grads, str(par.graph.code)
 
 
 SUBJECTS = {
@@ -224,13 +224,13 @@ def _on_gloo(tmp_path, runs):
 def _assert_agree(tmp_path, runs):
     outputs = _on_gloo(tmp_path, runs)
     exactly = {"rtol": 1e-12, "atol": 1e-12}
-    changes = lockstep.run(MESH, _every_change)
+    reshards = lockstep.run(MESH, _every_change)
     ops = lockstep.run(MESH, _gradients_of_sharded_ops)
     levels, many = lockstep.run(MESH, _gradients_in_levels), lockstep.run(MESH, _many_at_once)
     for rank, output in enumerate(outputs):
-        assert output["changes"].keys() == changes[rank].keys()
+        assert output["changes"].keys() == reshards[rank].keys()
         for name, tensors in output["changes"].items():
-            torch.testing.assert_close(tensors, changes[rank][name], **exactly, msg=str(name))
+            torch.testing.assert_close(tensors, reshards[rank][name], **exactly, msg=str(name))
         torch.testing.assert_close(output["many"], many[rank], **exactly)
         wanted = {"layers": _single_gradients(rank), "ops": ops[rank], "levels": levels[rank]}
         for subject, backend in runs:

@@ -35,11 +35,11 @@ def test_a_shard_has_the_unsharded_numbers(kind: Any, digits: tuple[Any, ...]) -
         own = torch.ones(24, dtype=torch.bool)
         for coordinate, (_, stride, size) in zip(coordinates, digits, strict=True):
             own &= index // stride % size == coordinate
-        found = sharded.draw(
+        drawn_here = sharded.draw(
             kind, (-5, 12), (5, length), torch.float64, torch.tensor(7),
             [torch.tensor([coordinate]) for coordinate in coordinates], [(), digits], (5, 24),
         )  # fmt: skip
-        assert torch.equal(found, whole[:, own])
+        assert torch.equal(drawn_here, whole[:, own])
         seen.append(index[own])
     assert torch.equal(torch.cat(seen).sort().values, index)
 
@@ -88,12 +88,12 @@ def near(first: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("seeds", [(0, 1), (5, 5 + 2**32), (5, 5 + 2**33), (1, -1), (8, 8 ^ 2**31)])
 def test_seeds_draws_and_neighbours_are_independent(seeds: tuple[int, int]) -> None:
     """The upper word of a seed is the number of the draw, the lower one counts steps."""
-    one, other = (drawn("normal", 512, N // 512, seed=seed) for seed in seeds)
+    first, other = (drawn("normal", 512, N // 512, seed=seed) for seed in seeds)
     for shift in (0, 1, 2, 3, 64, 1000):
-        assert near(one.flatten(), other.flatten().roll(shift))
-        assert shift == 0 or near(one.flatten(), one.flatten().roll(shift))
+        assert near(first.flatten(), other.flatten().roll(shift))
+        assert shift == 0 or near(first.flatten(), first.flatten().roll(shift))
     for dim in (0, 1):  # no row and no column stands out
-        assert one.mean(dim).abs().max() < 5.5 / min(one.shape) ** 0.5
+        assert first.mean(dim).abs().max() < 5.5 / min(first.shape) ** 0.5
 
 
 def test_elements_beyond_two_to_the_32_differ() -> None:
@@ -115,8 +115,8 @@ def test_blocks_are_the_formula(kind: str, shape: tuple[int, ...]) -> None:
     whole = [*shape[:-1], shape[-1] * 2] if shape else []
     facts = [1, 2] if shape else []
     rest = torch.tensor(-77 << 30), own, counts, facts, whole
-    given = kind, [3, 9], list(shape), torch.float64, *rest
-    assert torch.equal(OP(*given), FORMULAS[OP](*given))
+    arguments = kind, [3, 9], list(shape), torch.float64, *rest
+    assert torch.equal(OP(*arguments), FORMULAS[OP](*arguments))
 
 
 def test_torch_knows_all_about_the_op() -> None:
@@ -126,13 +126,13 @@ def test_torch_knows_all_about_the_op() -> None:
 
 @pytest.mark.slow
 def test_it_is_compiled_where_a_gpu_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = (0, 1), (4, 8), torch.float64, torch.tensor(7), [torch.tensor([1])]
+    arguments = (0, 1), (4, 8), torch.float64, torch.tensor(7), [torch.tensor([1])]
     digits = [(("a", 4, 2),), ()], (8, 8)
-    plain = sharded.draw("normal", *given, *digits)
+    plain = sharded.draw("normal", *arguments, *digits)
     formula = sys.modules["autopar.ops.sharded.draws"]
 
     def on_gpu(seed: Tensor, coordinates: Any, how: Any) -> Tensor:
         return compiled_for(partial(formula._all_at_once, how=how))(seed, *coordinates)
 
     monkeypatch.setattr(formula, "_in_blocks", on_gpu)
-    torch.testing.assert_close(sharded.draw("normal", *given, *digits), plain)
+    torch.testing.assert_close(sharded.draw("normal", *arguments, *digits), plain)

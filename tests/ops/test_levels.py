@@ -74,18 +74,18 @@ def test_sums_and_gathers_are_those_of_one_level(
     def on_rank(rank: int) -> list[Tensor]:
         small, large = random((numbers, 2), rank), random((ranks * numbers, 3), rank)
         return [
-            found
-            for way in (flat, deep)
-            for found in (
-                comm.hierarchical_all_reduce(small, way),
-                comm.hierarchical_all_gather(small, way),
-                comm.hierarchical_reduce_scatter(large, way),
+            result
+            for sizes in (flat, deep)
+            for result in (
+                comm.hierarchical_all_reduce(small, sizes),
+                comm.hierarchical_all_gather(small, sizes),
+                comm.hierarchical_reduce_scatter(large, sizes),
             )
         ]
 
-    for found in lockstep.run(mesh, on_rank):
-        torch.testing.assert_close(found[:3], found[3:], rtol=1e-12, atol=1e-12)
-        assert torch.equal(found[1], found[4])
+    for results in lockstep.run(mesh, on_rank):
+        torch.testing.assert_close(results[:3], results[3:], rtol=1e-12, atol=1e-12)
+        assert torch.equal(results[1], results[4])
 
 
 @pytest.mark.parametrize(("text", "axis", "inside"), ROUTES, ids=str)
@@ -111,8 +111,8 @@ def test_every_change_of_state_in_levels(name: str, text: str, axis: Any, inside
         return lockstep.run(mesh, on_rank)
 
     expected = run((), ())
-    for given in ((inside, inside), (inside, ()), ((), inside)):
-        torch.testing.assert_close(run(*given), expected, rtol=1e-12, atol=1e-12)
+    for sizes in ((inside, inside), (inside, ()), ((), inside)):
+        torch.testing.assert_close(run(*sizes), expected, rtol=1e-12, atol=1e-12)
 
 
 FUNCTIONS = {
@@ -150,15 +150,15 @@ def test_a_step_is_emitted_as_it_is_priced(before: State, after: State) -> None:
     mesh = Mesh.parse("x4")
     source, target = (Layout(mesh, (1 << 19,), (state,)) for state in (before, after))
     (step,) = reshard_steps(source, target)
-    ways = levels_of(step, Element(4, 4), UNEQUAL)
+    levels = levels_of(step, Element(4, 4), UNEQUAL)
     graph = torch.fx.Graph()
-    node = emit_step(graph, graph.placeholder("x"), step, graph.placeholder, ways)
+    node = emit_step(graph, graph.placeholder("x"), step, graph.placeholder, levels)
     for traffic, key in zip(step.traffic(True), ("inside", "backward_inside"), strict=True):
         if traffic is None:
             assert key not in node.kwargs
             continue
-        way = collective_cost(traffic, ("x",), mesh, 4, UNEQUAL).algorithm
-        assert (way.name, way.inside) == ("two-level", (2,))
+        algorithm = collective_cost(traffic, ("x",), mesh, 4, UNEQUAL).algorithm
+        assert (algorithm.name, algorithm.inside) == ("two-level", (2,))
         assert node.kwargs[key] == 2
     graph.output(node)
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -228,16 +228,22 @@ def test_what_may_be_joined_goes_in_the_same_levels() -> None:
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_the_stages_of_an_algorithm_take_and_send_what_it_takes_and_sends(kind: str) -> None:
     digits, whole = ((8, 1),), 1e7
-    for inside in {way.inside for way in algorithms(EIGHT, kind, digits)} | {(2,), (4,), (2, 2)}:
-        found = [way for way in algorithms(EIGHT, kind, digits) if way.inside == inside]
+    for inside in {algorithm.inside for algorithm in algorithms(EIGHT, kind, digits)} | {
+        (2,),
+        (4,),
+        (2, 2),
+    }:
+        candidates = [
+            algorithm for algorithm in algorithms(EIGHT, kind, digits) if algorithm.inside == inside
+        ]
         each = [
-            flat_price(one.kind, one.digits, whole / one.parts, EIGHT)
-            for one in stages(kind, digits, inside)
+            flat_price(stage.kind, stage.digits, whole / stage.parts, EIGHT)
+            for stage in stages(kind, digits, inside)
         ]
         assert sum(price.bytes for price in each) == pytest.approx(sent(kind, 8) * whole)
-        for way in found:
-            assert sum(price.seconds for price in each) <= way.seconds(whole) * (1 + 1e-9)
-    assert [(one.digits, one.parts) for one in stages("all_gather", digits, (2, 2))] == [
+        for algorithm in candidates:
+            assert sum(price.seconds for price in each) <= algorithm.seconds(whole) * (1 + 1e-9)
+    assert [(stage.digits, stage.parts) for stage in stages("all_gather", digits, (2, 2))] == [
         (((2, 4),), 4),
         (((2, 2),), 2),
         (((2, 1),), 1),
@@ -292,9 +298,9 @@ def test_what_is_sent_is_what_was_priced(layout: str, monkeypatch: pytest.Monkey
         own._backward(list(outputs))
 
     lockstep.run(plan.mesh, step)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for kind, group, _ in calls.sent:
         call = f"{kind} {group.partition(f'{plan.mesh}/')[2]}"
-        found[call] = found.get(call, 0) + 1
-    assert found == expected
-    assert any("2@2" in call for call in found)
+        counts[call] = counts.get(call, 0) + 1
+    assert counts == expected
+    assert any("2@2" in call for call in counts)

@@ -45,7 +45,7 @@ def random_program(name: str, mesh: str, draw: int) -> Program:
 
 def seeds(module: fx.GraphModule) -> dict[str, list[int]]:
     """By dropout of the traced graph: what each of its copies adds to the seed."""
-    found: dict[str, list[int]] = {}
+    by_source: dict[str, list[int]] = {}
     for node, _ in every_node(module):
         if getattr(node.target, "__name__", "") in ("dropout", "attention"):
             (seed,) = (
@@ -53,8 +53,8 @@ def seeds(module: fx.GraphModule) -> dict[str, list[int]]:
                 for n in node.all_input_nodes
                 if n.target is torch.ops.aten.add.Scalar and n.args[0].name == "seed"
             )
-            found.setdefault(node.meta["source"], []).append(seed)
-    return found
+            by_source.setdefault(node.meta["source"], []).append(seed)
+    return by_source
 
 
 @pytest.mark.slow_cells("ddp-blocks")
@@ -78,10 +78,10 @@ def test_so_does_any_plan(name: str) -> None:
 def test_copies_have_one_seed_and_other_dropouts_another(name: str) -> None:
     copies = 0
     for mesh, draw in (("x2.y2", 0), ("x2.y2", 1), ("x2.y3", 2)):
-        found = seeds(random_program(name, mesh, draw).module)
-        assert all(len(set(numbers)) == 1 for numbers in found.values()), found
-        assert len({numbers[0] for numbers in found.values()}) == len(found), found
-        copies += sum(len(numbers) - 1 for numbers in found.values())
+        by_source = seeds(random_program(name, mesh, draw).module)
+        assert all(len(set(numbers)) == 1 for numbers in by_source.values()), by_source
+        assert len({numbers[0] for numbers in by_source.values()}) == len(by_source), by_source
+        copies += sum(len(numbers) - 1 for numbers in by_source.values())
     assert copies or name not in ("attended", "twice", "normed"), "no plan makes copies"
 
 
@@ -100,9 +100,9 @@ def test_copies_in_blocks_that_run_again_have_it_too(layout: Any) -> None:
 
 # -- on ranks --------------------------------------------------------------------------------------
 def right(facts: dict[str, dict[str, float]]) -> None:
-    for found in facts.values():
-        wrong = {what: error for what, error in found.items() if not error < LIMIT}
-        assert found and not wrong, wrong
+    for errors in facts.values():
+        wrong = {what: error for what, error in errors.items() if not error < LIMIT}
+        assert errors and not wrong, wrong
 
 
 @pytest.mark.slow
@@ -130,8 +130,8 @@ def test_the_seed_is_not_moved_within_a_backward() -> None:
 
 # -- steps, and ops that are not repeatable --------------------------------------------------------
 def test_no_dropout_draws_in_a_step_what_another_draws_in_a_later_one() -> None:
-    found = seeds(random_program("twice", "x2.y2", 0).module)
-    numbers = sorted(numbers[0] for numbers in found.values())
+    by_source = seeds(random_program("twice", "x2.y2", 0).module)
+    numbers = sorted(numbers[0] for numbers in by_source.values())
     assert len(numbers) == 3
     assert all(b - a >= 2**32 for a, b in itertools.pairwise(numbers))
 
@@ -141,8 +141,8 @@ _CALLS = itertools.count()
 
 def _own_op(name: str, function: Any, results: int = 1) -> Any:
     def fake(x: Tensor) -> Any:
-        made = [torch.empty_like(x) for _ in range(results)]
-        return made[0] if results == 1 else tuple(made)
+        outputs = [torch.empty_like(x) for _ in range(results)]
+        return outputs[0] if results == 1 else tuple(outputs)
 
     returned = Tensor if results == 1 else tuple[(Tensor,) * results]  # type: ignore[misc]
     function.__annotations__ = {"x": Tensor, "return": returned}
@@ -172,8 +172,8 @@ def test_results_that_nobody_uses_may_be_random() -> None:
 
 def test_an_op_that_nothing_splits_runs_once_for_all_its_results() -> None:
     def both(model: Any, x: Tensor) -> Tensor:
-        one, other = scans(x)
-        return (model.q(one) @ model.k(other).mT) @ (one * other) + model.v(other)
+        first, other = scans(x)
+        return (model.q(first) @ model.k(other).mT) @ (first * other) + model.v(other)
 
     model, inputs = Dropped(both), (torch.randn(12, 24),)
     plan = autopar.plan(model, 4, inputs, layout="ddp", smaller=False)

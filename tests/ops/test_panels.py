@@ -49,7 +49,7 @@ def _joined(blocks, unsharded, mesh, axes_by_dim, summed=()):
     """Puts the blocks in their places; those that differ on `summed` alone are added up. What no
     axis of the mesh splits or sums must be the same on its ranks.
     """
-    found, seen = torch.zeros_like(unsharded), {}
+    joined, seen = torch.zeros_like(unsharded), {}
     index = torch.arange(unsharded.numel()).view(unsharded.shape)
     used = {axis for axes in axes_by_dim.values() for axis in axes} | set(summed)
     for rank, block in enumerate(blocks):
@@ -58,8 +58,8 @@ def _joined(blocks, unsharded, mesh, axes_by_dim, summed=()):
             assert torch.equal(seen[place], block)
             continue
         seen[place] = block
-        found.view(-1)[_block(index, mesh, rank, axes_by_dim).flatten()] += block.flatten()
-    return found
+        joined.view(-1)[_block(index, mesh, rank, axes_by_dim).flatten()] += block.flatten()
+    return joined
 
 
 def _splits(mesh, transposed):
@@ -108,10 +108,10 @@ def _assert_unsharded(mesh, outputs, transposed):
     x, weight, bias, y = _splits(mesh, transposed)
     outside = [axis for axis in mesh.names if axis not in ("row", "col")]
     summed = [(), (), outside, [*outside, "row"]]
-    found = zip(*outputs, strict=True)
+    columns = zip(*outputs, strict=True)
     wanted = _on_one_device(transposed)
     for blocks, unsharded, axes, over in zip(
-        found, wanted, (y, x, weight, bias), summed, strict=True
+        columns, wanted, (y, x, weight, bias), summed, strict=True
     ):
         _close(_joined(blocks, unsharded, mesh, axes, over), unsharded)
 
@@ -299,30 +299,30 @@ def test_the_next_panel_is_issued_before_a_matmul():
 
 def _rooted(rank, mesh):
     """Broadcast and reduce over each axis with each root: {name: result}, where it is defined."""
-    found = {}
+    results = {}
     for axis, root in itertools.product(("row", "col"), range(2)):
         group = group_name(str(mesh), (axis,))
         x = _random((3, 4), rank, axis, root).t()
-        found[f"broadcast {axis} {root}"] = comm.broadcast(x, root, 2, group)
+        results[f"broadcast {axis} {root}"] = comm.broadcast(x, root, 2, group)
         total = comm.reduce(x, root, 2, group)
         assert total.shape == x.shape
         half = comm.reduce(torch.full((5,), rank + 1.0).bfloat16(), root, 2, group)
         if mesh.coordinate(rank)[axis] == root:
-            found[f"reduce {axis} {root}"] = total, half
-    return found
+            results[f"reduce {axis} {root}"] = total, half
+    return results
 
 
 def test_broadcast_and_reduce_by_hand():
     mesh = Mesh.parse("row2.col2")
-    for rank, found in enumerate(lockstep.run(mesh, lambda rank: _rooted(rank, mesh))):
+    for rank, results in enumerate(lockstep.run(mesh, lambda rank: _rooted(rank, mesh))):
         place = mesh.coordinate(rank)
         for axis, root in itertools.product(("row", "col"), range(2)):
             ranks = mesh.group([axis], rank)
             parts = [_random((3, 4), other, axis, root).t() for other in ranks]
-            _close(found[f"broadcast {axis} {root}"], parts[root], 0)
-            assert (f"reduce {axis} {root}" in found) == (place[axis] == root)
+            _close(results[f"broadcast {axis} {root}"], parts[root], 0)
+            assert (f"reduce {axis} {root}" in results) == (place[axis] == root)
             if place[axis] == root:
-                total, half = found[f"reduce {axis} {root}"]
+                total, half = results[f"reduce {axis} {root}"]
                 _close(total, parts[0] + parts[1])
                 assert half.tolist() == [sum(ranks) + 2.0] * 5
 
@@ -330,9 +330,9 @@ def test_broadcast_and_reduce_by_hand():
 def test_a_reduce_spoils_the_result_of_all_but_the_root():
     mesh = Mesh.parse("x3")
     reduce = comm.reduce
-    found = lockstep.run(mesh, lambda rank: reduce(torch.ones(2), 1, 3, group_name("x3", ("x",))))
-    assert found[1].tolist() == [3.0, 3.0]
-    assert found[0].isnan().all() and found[2].isnan().all()
+    by_rank = lockstep.run(mesh, lambda rank: reduce(torch.ones(2), 1, 3, group_name("x3", ("x",))))
+    assert by_rank[1].tolist() == [3.0, 3.0]
+    assert by_rank[0].isnan().all() and by_rank[2].isnan().all()
 
 
 def test_a_root_outside_the_group_is_refused():

@@ -99,8 +99,10 @@ def in_words(rule: OpShardingRule | None) -> str:
     def text(dims: Any) -> str:
         words = []
         for names in dims or ():
-            kept = [n for n in names if rule.splittable(n)]
-            words.append(letters.setdefault(kept[0], "abcdef"[len(letters)]) if kept else "_")
+            splittable = [n for n in names if rule.splittable(n)]
+            words.append(
+                letters.setdefault(splittable[0], "abcdef"[len(letters)]) if splittable else "_"
+            )
         return " ".join(words)
 
     sides = [
@@ -227,10 +229,10 @@ LARGE = [
     ("case", "words"), LARGE, ids=lambda x: x.name if isinstance(x, Case) else ""
 )
 def test_large_operands_are_tried_with_smaller_dims(case: Case, words: str) -> None:
-    spec = probed_rule(case)
-    assert in_words(spec) == words
-    if spec is not None:
-        shapes = [tuple(spec.sizes[name] for (name,) in dims) for dims in spec.operands if dims]
+    rule = probed_rule(case)
+    assert in_words(rule) == words
+    if rule is not None:
+        shapes = [tuple(rule.sizes[name] for (name,) in dims) for dims in rule.operands if dims]
         assert shapes == [tuple(x.shape) for x in case.tensors]
 
 

@@ -186,10 +186,10 @@ def test_a_rank_that_was_killed_before_inputs_are_compared_is_named(late: Any) -
 @pytest.mark.parametrize("name", ["a call more", "a call more, compared"])
 def test_the_rank_that_is_a_call_ahead_is_named(late: dict[str, list[Any]], name: str) -> None:
     first, other = late[name]
-    made = TASKS[name][2].keywords["calls"]  # type: ignore[attr-defined]
-    calls = "1 call" if made == 1 else f"{made} calls"
+    count = TASKS[name][2].keywords["calls"]  # type: ignore[attr-defined]
+    calls = "1 call" if count == 1 else f"{count} calls"
     assert first["seen"].startswith("RankError: ") and other is None, late
     doing = "comparing its inputs" if name.endswith("compared") else "in the forward"
-    assert f"rank 0 has made {made + 1} calls ({doing})" in first["seen"], first
+    assert f"rank 0 has made {count + 1} calls ({doing})" in first["seen"], first
     assert f"rank 1 has made {calls} (after the backward)" in first["seen"], first
     assert first["seconds"] < TIMEOUT + 15, first

@@ -25,15 +25,15 @@ NEVER = {
 
 def argument_names(case: Case) -> set[str]:
     """The arguments of a case that have another value than their default."""
-    found = set()
+    names = set()
     for place, argument in enumerate(case.target._schema.arguments):
         default = argument.default_value if argument.has_default_value() else ...
         value: Any = case.kwargs.get(argument.name, ...)
         if place < len(case.args) and not argument.kwarg_only:
             value = case.args[place]
         if value is not ... and (default is ... or value != default):
-            found.add(argument.name)
-    return found
+            names.add(argument.name)
+    return names
 
 
 def wanted(target: Any) -> set[str]:

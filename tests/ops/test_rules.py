@@ -183,8 +183,8 @@ GOLDEN = {
 @pytest.mark.parametrize("name", GOLDEN)
 def test_strategies_in_words(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
-    found = [text(strategy) for strategy in trace(case).strategies("x2")]
-    assert found == [line.strip() for line in GOLDEN[name].strip().splitlines()]
+    strategies = [text(strategy) for strategy in trace(case).strategies("x2")]
+    assert strategies == [line.strip() for line in GOLDEN[name].strip().splitlines()]
 
 
 # -- three axes on one dim -------------------------------------------------------------------------

@@ -328,10 +328,10 @@ def test_dropout_keeps_the_right_share(p, seed):
 )
 def test_dropout_masks_of_two_seeds_are_independent(seeds):
     n = 1 << 18
-    one, other = ((_drop(torch.ones(n), 0.5, seed) != 0).double() * 2 - 1 for seed in seeds)
+    first, other = ((_drop(torch.ones(n), 0.5, seed) != 0).double() * 2 - 1 for seed in seeds)
     for shift in (0, 1, 2, 3, 64, 1000):
-        assert abs((one * other.roll(shift)).mean()) < 5 / n**0.5
-        assert shift == 0 or abs((one * one.roll(shift)).mean()) < 5 / n**0.5
+        assert abs((first * other.roll(shift)).mean()) < 5 / n**0.5
+        assert shift == 0 or abs((first * first.roll(shift)).mean()) < 5 / n**0.5
 
 
 def test_dropout_of_nothing_and_of_everything():
@@ -359,8 +359,8 @@ def test_dropout_in_blocks_is_the_formula(shape, times):
         whole = (*shape[:-1], shape[-1] * 2)
     counts, facts = [len(d) for d in digits], [n for d in digits for _, *pair in d for n in pair]
     formula = FORMULAS[torch.ops.autopar.dropout.default]
-    given = 0.3, torch.tensor(-77 << 30), coordinates, counts, facts, list(whole)
-    assert torch.equal(sharded.dropout(x, *given[:3], digits, whole), formula(x, *given))
+    arguments = 0.3, torch.tensor(-77 << 30), coordinates, counts, facts, list(whole)
+    assert torch.equal(sharded.dropout(x, *arguments[:3], digits, whole), formula(x, *arguments))
 
 
 def test_dropout_of_what_is_not_contiguous():
@@ -371,17 +371,17 @@ def test_dropout_of_what_is_not_contiguous():
 
 def test_dropout_is_an_op_that_torch_knows_all_about():
     coordinates = [torch.tensor([1])]
-    given = 0.3, torch.tensor(5), coordinates, [0, 1], [1, 2], [3, 8]
+    arguments = 0.3, torch.tensor(5), coordinates, [0, 1], [1, 2], [3, 8]
     x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(torch.ops.autopar.dropout.default, (x, *given))
-    assert torch.autograd.gradcheck(lambda x: torch.ops.autopar.dropout(x, *given), (x,))
+    torch.library.opcheck(torch.ops.autopar.dropout.default, (x, *arguments))
+    assert torch.autograd.gradcheck(lambda x: torch.ops.autopar.dropout(x, *arguments), (x,))
 
 
 @pytest.mark.slow
 def test_dropout_as_a_gpu_runs_it_is_compiled_within_the_op(monkeypatch):
     x = _random((4, 8), "x").requires_grad_()
-    given = 0.4, torch.tensor(7), [torch.tensor([1])], [(("a", 4, 2),), ()], (8, 8)
-    y = sharded.dropout(x, *given)
+    arguments = 0.4, torch.tensor(7), [torch.tensor([1])], [(("a", 4, 2),), ()], (8, 8)
+    y = sharded.dropout(x, *arguments)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     formula = sys.modules["autopar.ops.sharded.dropout"]
 
@@ -389,5 +389,5 @@ def test_dropout_as_a_gpu_runs_it_is_compiled_within_the_op(monkeypatch):
         return compiled_for(partial(formula._all_at_once, how=how))(x, seed, *coordinates)
 
     monkeypatch.setattr(formula, "_in_blocks", on_gpu)
-    assert torch.equal(sharded.dropout(x, *given), y)
-    assert torch.equal(torch.autograd.grad(sharded.dropout(x, *given).sum(), x)[0], gradient)
+    assert torch.equal(sharded.dropout(x, *arguments), y)
+    assert torch.equal(torch.autograd.grad(sharded.dropout(x, *arguments).sum(), x)[0], gradient)

@@ -76,9 +76,9 @@ BACKWARDS = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_the_backward_must_commute_as_well(name: str) -> None:
     backward, dims, nonlinear = BACKWARDS[name]
-    spec = rule_by_trial(own(backward), [torch.empty(4, 6)])
-    assert split_dims(spec) == dims
-    assert (spec is not None and spec.nonlinear) == nonlinear
+    rule = rule_by_trial(own(backward), [torch.empty(4, 6)])
+    assert split_dims(rule) == dims
+    assert (rule is not None and rule.nonlinear) == nonlinear
 
 
 def test_gradients_of_what_is_not_cut_must_add_up() -> None:
@@ -129,8 +129,8 @@ def run(name: str) -> Callable[[Sequence[Tensor]], list[Tensor]]:
 
 def test_no_kernel_sees_shapes_that_its_fake_implementation_refuses() -> None:
     SEEN.clear()
-    spec = rule_by_trial(run("trusting"), [torch.empty(4, 6), torch.empty(4)])
-    assert split_dims(spec) == [0, 1]
+    rule = rule_by_trial(run("trusting"), [torch.empty(4, 6), torch.empty(4)])
+    assert split_dims(rule) == [0, 1]
     assert SEEN and all(x[0] == y[0] for x, y in SEEN)
 
 

@@ -19,8 +19,8 @@ library = torch.library
 
 def op(name: str, forward: Callable[..., Tensor], schema: str) -> Any:
     """A custom op whose backward is that of its formula."""
-    made = library.custom_op(f"tests_rules::{name}", forward, mutates_args=(), schema=schema)
-    made.register_fake(lambda *args: torch.empty_like(forward(*args)))
+    custom_op = library.custom_op(f"tests_rules::{name}", forward, mutates_args=(), schema=schema)
+    custom_op.register_fake(lambda *args: torch.empty_like(forward(*args)))
 
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with torch.enable_grad():
@@ -32,10 +32,10 @@ def op(name: str, forward: Callable[..., Tensor], schema: str) -> Any:
         gradients = iter(torch.autograd.grad(result, tensors, gradient))
         return tuple(next(gradients) if isinstance(x, Tensor) else None for x in leaves)
 
-    made.register_autograd(
+    custom_op.register_autograd(
         backward, setup_context=lambda ctx, inputs, output: setattr(ctx, "saved", inputs)
     )
-    return made
+    return custom_op
 
 
 TWO, THREE = "(Tensor x, Tensor y) -> Tensor", "(Tensor x, Tensor y, Tensor z) -> Tensor"

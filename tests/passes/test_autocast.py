@@ -60,18 +60,18 @@ def test_a_composite_gives_what_eager_gives(name: str) -> None:
         expected = model(x)
         program = trace(model, (x,))
     tensors = [program.tensors.get(entry.target, x) for entry in program.signature.inputs]
-    (found,) = program.module(*tensors)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    (y,) = program.module(*tensors)
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
     with torch.autocast("cpu", torch.bfloat16):  # gradients, too
         assert compare_original(model, program, ((x,), {}), 1.0)
 
 
 def test_an_operator_stays_where_a_cast_of_its_operands_is_enough() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        kept = trace(Model(COMPOSITES["einsum"]), (torch.randn(8, 8),)).module.graph
+        plain_graph = trace(Model(COMPOSITES["einsum"]), (torch.randn(8, 8),)).module.graph
         apart = trace(Model(COMPOSITES["einsum of a product"]), (torch.randn(8, 8),)).module.graph
-    (einsum,) = kept.find_nodes(op="call_function", target=aten.einsum.default)
+    (einsum,) = plain_graph.find_nodes(op="call_function", target=aten.einsum.default)
     assert {x.meta["val"].dtype for x in einsum.all_input_nodes} == {torch.bfloat16}
     assert not apart.find_nodes(op="call_function", target=aten.einsum.default)
     assert apart.find_nodes(op="call_function", target=aten.bmm.default)

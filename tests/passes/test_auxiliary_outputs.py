@@ -26,12 +26,12 @@ def on_two_ranks(folder: Path, task: str) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_gradient_of_an_auxiliary_output_is_right(tmp_path: Path) -> None:
     """Where it is asked for first the graph runs once more; then it is part of the backward."""
-    found = on_two_ranks(tmp_path, "auxiliary")
-    assert max(found["errors"]) < 1e-4, found["errors"]
-    assert (found["derived"], found["again"]) == (2, 1)
+    facts = on_two_ranks(tmp_path, "auxiliary")
+    assert max(facts["errors"]) < 1e-4, facts["errors"]
+    assert (facts["derived"], facts["again"]) == (2, 1)
 
 
 def test_a_scalar_need_not_be_the_loss(tmp_path: Path) -> None:
-    found = on_two_ranks(tmp_path, "no loss")
-    assert max(found["errors"]) < 1e-4, found["errors"]
-    assert (found["derived"], found["again"]) == (2, 0)  # the first without any gradient
+    facts = on_two_ranks(tmp_path, "no loss")
+    assert max(facts["errors"]) < 1e-4, facts["errors"]
+    assert (facts["derived"], facts["again"]) == (2, 0)  # the first without any gradient

@@ -32,15 +32,17 @@ SIZES = np.array([0.0, 500.0, 1e3, 3e3, 1e4, 7e4, 1e5, 5e5, 1e6])
 
 
 def test_a_byte_costs_more_from_each_bend_on() -> None:
-    (way,) = flat_algorithms(WORLD, "all_gather", ((2, 1),))
+    (algorithm,) = flat_algorithms(WORLD, "all_gather", ((2, 1),))
     expected = np.interp(SIZES, [0, 1e4, 1e5, 1e6], [1e-3, 1e-3, 3.7e-3, 39.7e-3])
-    assert [way.seconds(size) for size in SIZES] == pytest.approx(expected)
-    assert way.all_seconds(SIZES) == pytest.approx(expected)
+    assert [algorithm.seconds(size) for size in SIZES] == pytest.approx(expected)
+    assert algorithm.all_seconds(SIZES) == pytest.approx(expected)
 
 
 def test_two_levels_add_up_bend_by_bend() -> None:
     """A sum over four: scatter in the node, sum half across, gather in the node."""
-    found = {way.name: way for way in algorithms(WORLD, "all_reduce", ((4, 1),))}
+    by_name = {
+        algorithm.name: algorithm for algorithm in algorithms(WORLD, "all_reduce", ((4, 1),))
+    }
     stages = [
         flat_algorithms(WORLD, kind, digits)[0]
         for kind, digits in (
@@ -52,7 +54,7 @@ def test_two_levels_add_up_bend_by_bend() -> None:
     for size in SIZES:
         scatter, across, gather = stages
         expected = scatter.seconds(size) + across.seconds(size / 2) + gather.seconds(size)
-        assert found["two-level"].seconds(size) == pytest.approx(expected)
+        assert by_name["two-level"].seconds(size) == pytest.approx(expected)
 
 
 def test_what_is_never_the_fastest_is_left_out() -> None:
@@ -75,13 +77,13 @@ def test_every_reader_says_the_same(kind: str, contention: float) -> None:
         for mesh, row in zip(meshes, rated, strict=True):
             names = tuple(mesh.axes[a].name for a in axes)
             array = communication.seconds(world, pattern(mesh, names), kind, SIZES)
-            one = [
+            alone = [
                 communication.collective_cost(
                     Traffic(kind, int(size)), names, mesh, 1, world
                 ).seconds
                 for size in SIZES
             ]
-            assert row == pytest.approx(array) and one == pytest.approx(array)
+            assert row == pytest.approx(array) and alone == pytest.approx(array)
 
 
 def test_a_step_pays_for_contention_at_every_start() -> None:

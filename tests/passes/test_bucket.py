@@ -25,14 +25,14 @@ def test_small_collectives_are_joined(layout: str, phase: str) -> None:
     world = autopar.World.of(4)
     apart = derived(layout, world, ("schedule",))
     joined = derived(layout, world, ("bucket", "schedule"))
-    one, other = getattr(apart, phase), getattr(joined, phase)
-    counts = [sum(collective_of(n) is not None for n in m.graph.nodes) for m in (one, other)]
+    separate, other = getattr(apart, phase), getattr(joined, phase)
+    counts = [sum(collective_of(n) is not None for n in m.graph.nodes) for m in (separate, other)]
     assert counts[1] < counts[0] / 3
     names = {collective_of(n) for n in other.graph.nodes} - {None}
     assert not any("coalesced" in name for name in names)  # on a CPU they go as one tensor
     moved = [
         sum(e.bytes for e in graph_events(m.graph, world, apart.stored, "forward").events)
-        for m in (one, other)
+        for m in (separate, other)
     ]
     assert moved[0] == pytest.approx(moved[1])
     assert joined.modelled[phase].seconds < apart.modelled[phase].seconds
@@ -43,8 +43,8 @@ def test_large_ones_are_not_joined_where_that_costs_overlap() -> None:
     run = scheduled("ddp")
     assert run.backward is not None
     derived = DerivedGraph(run.backward.graph, "backward", run.stored)
-    found = passed("bucket", derived, run.world).graph
-    sums = [n for n in found.nodes if collective_of(n)]
+    fused = passed("bucket", derived, run.world).graph
+    sums = [n for n in fused.nodes if collective_of(n)]
     large = [
         n for n in sums if collective_of(n) == "all_reduce" and n.meta["val"].numel() >= 1 << 20
     ]
@@ -59,14 +59,14 @@ def test_all_to_alls_are_joined_as_one_tensor() -> None:
         last = aten.sum.dim_IntList if place < 2 else aten.neg.default
         results.append(called(graph, last, (done, [0]) if place < 2 else (done,)))
     graph.output(tuple(results))
-    found = joined(graph, autopar.World.of(2), "backward")
-    sent = [n for n in found.nodes if collective_of(n)]
+    fused = joined(graph, autopar.World.of(2), "backward")
+    sent = [n for n in fused.nodes if collective_of(n)]
     assert sorted(tuple(n.meta["val"].shape) for n in sent) == [(2, 7), (2, 8)]
-    given = [torch.randn(shape) for shape in shapes]
-    found_values = ran(
-        found, {"all_to_all_single": lambda x, *_: x.clone(), "wait_tensor": lambda x: x}, given
+    values = [torch.randn(shape) for shape in shapes]
+    outputs = ran(
+        fused, {"all_to_all_single": lambda x, *_: x.clone(), "wait_tensor": lambda x: x}, values
     )
-    for y, wanted in zip(found_values, (given[0].sum(0), given[1].sum(0), -given[2]), strict=True):
+    for y, wanted in zip(outputs, (values[0].sum(0), values[1].sum(0), -values[2]), strict=True):
         assert torch.equal(y, wanted)
 
 
@@ -77,15 +77,15 @@ def test_gathers_are_joined_as_one_tensor() -> None:
         done = arrived(graph, "all_gather_into_tensor", (x, 2, "autopar/x2/x"))
         results.append(called(graph, aten.neg.default, (done,)))
     graph.output(tuple(results))
-    found = joined(graph, autopar.World.of(2), "forward")
-    (sent,) = [n for n in found.nodes if collective_of(n)]
+    fused = joined(graph, autopar.World.of(2), "forward")
+    (sent,) = [n for n in fused.nodes if collective_of(n)]
     assert tuple(sent.meta["val"].shape) == (2 * 12,)
-    given = [torch.randn(shape) for shape in shapes]
+    values = [torch.randn(shape) for shape in shapes]
     from_both = {
         "all_gather_into_tensor": lambda x, *_: torch.cat([x, x + 10]),
         "wait_tensor": lambda x: x,
     }
-    for y, x in zip(ran(found, from_both, given), given, strict=True):
+    for y, x in zip(ran(fused, from_both, values), values, strict=True):
         assert torch.equal(y, -torch.cat([x, x + 10])) and y.is_contiguous()
 
 
@@ -103,13 +103,13 @@ def test_a_bucket_stays_one_from_the_first_level_of_a_sum_to_the_last() -> None:
         gathered = arrived(graph, "all_gather_into_tensor", (whole, 2, "autopar/x4/x/2@1"))
         results.append(called(graph, aten.view.default, (gathered, list(shape))))
     graph.output(tuple(results))
-    found = joined(graph, autopar.World.of(4), "backward")
-    made = [str(node.target) for node in found.nodes if node.op == "call_function"]
-    assert sum("c10d" in name and "wait" not in name for name in made) == 3
-    assert sum("cat" in name or "clone" in name for name in made) == 1
-    given = [[torch.randn(shape) for shape in shapes] for _ in range(2)]
-    for values in both(found, given):
-        for part, ours, theirs in zip(values, *given, strict=True):
+    fused = joined(graph, autopar.World.of(4), "backward")
+    targets = [str(node.target) for node in fused.nodes if node.op == "call_function"]
+    assert sum("c10d" in name and "wait" not in name for name in targets) == 3
+    assert sum("cat" in name or "clone" in name for name in targets) == 1
+    gradients = [[torch.randn(shape) for shape in shapes] for _ in range(2)]
+    for values in both(fused, gradients):
+        for part, ours, theirs in zip(values, *gradients, strict=True):
             assert torch.equal(part, 2 * (ours + theirs)) and part.is_contiguous()
 
 
@@ -118,10 +118,10 @@ def joined(graph: fx.Graph, world: autopar.World, phase: Phase) -> fx.Graph:
     stored = frozenset(node.name for node in graph.find_nodes(op="placeholder"))
     listed = graph_events(graph, world, stored, phase)
     (several,) = bucket.choices(listed, buckets.SIZES)
-    found = bucket.fuse_buckets(graph, several)
-    assert found is not None
-    bucket.check(facts_of(graph), DerivedGraph(found, phase))
-    return found
+    fused = bucket.fuse_buckets(graph, several)
+    assert fused is not None
+    bucket.check(facts_of(graph), DerivedGraph(fused, phase))
+    return fused
 
 
 def both(graph: fx.Graph, samples: list[list[Tensor]]) -> list[Any]:
@@ -135,7 +135,7 @@ def both(graph: fx.Graph, samples: list[list[Tensor]]) -> list[Any]:
             continue
         args = [fx.node.map_arg(node.args, values.__getitem__) for values in known]
         kind = collective_of(node)
-        sent = [one[0] for one in args]
+        sent = [arguments[0] for arguments in args]
         if kind == "all_to_all_single":
             results = [torch.stack([x[rank] for x in sent]) for rank in range(2)]
         elif kind == "all_reduce":
@@ -145,7 +145,7 @@ def both(graph: fx.Graph, samples: list[list[Tensor]]) -> list[Any]:
         elif node.op == "output" or "wait" in str(node.target):
             results = sent
         else:
-            results = [node.target(*one, **node.kwargs) for one in args]
+            results = [node.target(*arguments, **node.kwargs) for arguments in args]
         for values, result in zip(known, results, strict=True):
             values[node] = result
     return [values[graph.output_node()] for values in known]

@@ -101,9 +101,9 @@ def chunked(
 ) -> fx.Graph:
     """The graph with products in pieces; the pass's contract is checked."""
     before, derived = facts_of(graph), DerivedGraph(graph, phase, stored)
-    found = chunk.chunk(derived, world, pieces)
-    chunk.check(before, found)
-    return found.graph
+    rewritten = chunk.chunk(derived, world, pieces)
+    chunk.check(before, rewritten)
+    return rewritten.graph
 
 
 # -- a wire for derived graphs: every rank of the group at once ------------------------------------
@@ -157,7 +157,7 @@ def received_part(name: str, sent: list[Any], ranks: Any, rank: int) -> Any:
 
 def inputs(graph: fx.Graph) -> list[list[Any]]:
     """Some numbers for every rank's placeholders; the coordinates are their own."""
-    found = []
+    arguments = []
     for rank in range(RANKS):
         torch.manual_seed(rank)
         values: list[Any] = []
@@ -169,29 +169,31 @@ def inputs(graph: fx.Graph) -> list[list[Any]]:
                 values[-1].copy_(value)
             else:
                 values.append(torch.zeros(like.shape, dtype=like.dtype))
-        found.append(values)
-    return found
+        arguments.append(values)
+    return arguments
 
 
 def widened(graph: fx.Graph) -> fx.Graph:
     """The graph for numbers in float64."""
-    found = copy_graph(graph)
-    for node in found.nodes:
+    wide = copy_graph(graph)
+    for node in wide.nodes:
         if node.kwargs.get("dtype") is torch.float32:
             node.kwargs = {**node.kwargs, "dtype": torch.float64}
         node.args = tuple(torch.float64 if a is torch.float32 else a for a in node.args)
-    return found
+    return wide
 
 
 def same(actual: fx.Graph, graph: fx.Graph) -> bool:
     """Whether two graphs give the same numbers, but for rounding."""
-    given = inputs(graph)
-    pairs = zip(ran(widened(actual), given), ran(widened(graph), copy.deepcopy(given)), strict=True)
+    arguments = inputs(graph)
+    pairs = zip(
+        ran(widened(actual), arguments), ran(widened(graph), copy.deepcopy(arguments)), strict=True
+    )
     return all(
-        torch.allclose(one, other, rtol=1e-10, atol=1e-10, equal_nan=True)
+        torch.allclose(value, other, rtol=1e-10, atol=1e-10, equal_nan=True)
         for values in pairs
-        for one, other in zip(*values, strict=True)
-        if isinstance(one, torch.Tensor)
+        for value, other in zip(*values, strict=True)
+        if isinstance(value, torch.Tensor)
     )
 
 
@@ -204,15 +206,15 @@ def test_pieces_give_the_same_numbers(layout: str) -> None:
     run = derived(layout)
     for phase in PHASES:
         graph = graph_of(run, phase)
-        found = chunked(graph, phase, pieces=4, stored=run.stored)
-        assert found is not graph
-        found = ordered(found, run, phase, WORLD)
-        assert same(found, graph)
-        found = copy_graph(found)
-        before = [node.target for node in found.nodes]
-        passed("reinplace", DerivedGraph(found, phase))
-        assert [node.target for node in found.nodes] != before
-        assert same(found, graph)
+        rewritten = chunked(graph, phase, pieces=4, stored=run.stored)
+        assert rewritten is not graph
+        rewritten = ordered(rewritten, run, phase, WORLD)
+        assert same(rewritten, graph)
+        rewritten = copy_graph(rewritten)
+        before = [node.target for node in rewritten.nodes]
+        passed("reinplace", DerivedGraph(rewritten, phase))
+        assert [node.target for node in rewritten.nodes] != before
+        assert same(rewritten, graph)
 
 
 def ordered(graph: fx.Graph, run: Scheduled, phase: Phase, world: autopar.World) -> fx.Graph:
@@ -227,10 +229,10 @@ def test_reduce_scatters_are_cut_along_what_they_scatter(layout: str) -> None:
     run = derived(layout, gloo=False)
     for phase in PHASES:
         graph = graph_of(run, phase)
-        found = chunked(graph, phase, pieces=2, stored=run.stored)
-        counts = [names(g).count("reduce_scatter_tensor") for g in (graph, found)]
+        rewritten = chunked(graph, phase, pieces=2, stored=run.stored)
+        counts = [names(g).count("reduce_scatter_tensor") for g in (graph, rewritten)]
         assert counts[1] >= counts[0] + 2
-        assert same(found, graph)
+        assert same(rewritten, graph)
 
 
 def names(graph: fx.Graph) -> list[str | None]:
@@ -278,7 +280,7 @@ def side_by_side(graph: fx.Graph, *targets: frozenset[Any]) -> list[list[tuple[f
     """For every value that is put together from pieces, of every piece the nodes of these targets
     above it, the last one first.
     """
-    found = []
+    groups = []
     for node in graph.nodes:
         if node.target is aten.cat.default:
             pieces = []
@@ -292,8 +294,8 @@ def side_by_side(graph: fx.Graph, *targets: frozenset[Any]) -> list[list[tuple[f
                         above = above.args[left]
                 pieces.append(tuple(chain))
             if len(set(pieces)) == len(pieces) and all(None not in piece for piece in pieces):
-                found.append(pieces)
-    return found
+                groups.append(pieces)
+    return groups
 
 
 SUM = frozenset({functional.all_reduce.default})
@@ -303,8 +305,8 @@ MATMUL = frozenset(MATMULS)
 
 def scheduled(layout: str, phase: Phase, pieces: int | None) -> fx.Graph:
     run = derived(layout)
-    found = chunked(graph_of(run, phase), phase, SLOW, pieces, run.stored)
-    return ordered(found, run, phase, SLOW)
+    rewritten = chunked(graph_of(run, phase), phase, SLOW, pieces, run.stored)
+    return ordered(rewritten, run, phase, SLOW)
 
 
 @pytest.mark.slow_cells("forward")
@@ -353,10 +355,10 @@ def matmul_and_sum(rows: int) -> fx.Graph:
     graph = fx.Graph()
     with _compat.fake_mode():
         values = [torch.empty(rows, 1024), torch.empty(1024, 1024), torch.empty(1024, 1024)]
-    x, one, other = (graph.placeholder(name) for name in ("x", "one", "other"))
-    for node, value in zip((x, one, other), values, strict=True):
+    x, weight, other = (graph.placeholder(name) for name in ("x", "one", "other"))
+    for node, value in zip((x, weight, other), values, strict=True):
         node.meta["val"] = value
-    product = called(graph, aten.mm.default, (x, one))
+    product = called(graph, aten.mm.default, (x, weight))
     issued = called(graph, functional.all_reduce.default, (product, "sum", "autopar/x4/x"))
     done = called(graph, functional.wait_tensor.default, (issued,))
     graph.output((called(graph, aten.mm.default, (done, other)),))
@@ -367,12 +369,12 @@ def pieces_on(rate: float, rows: int = 8192, latency: float = 1e-6, **more: Any)
     """Into how many pieces a product of 1024 x 1024 is cut over links of so many bytes/s."""
     world = autopar.World((autopar.Level(RANKS, rate, latency),), CORE, backend="nccl", **more)
     graph = matmul_and_sum(rows)
-    found = chunked(graph, "forward", world)
-    if found is graph:
+    rewritten = chunked(graph, "forward", world)
+    if rewritten is graph:
         return 1
-    seconds = [graph_seconds(g, world, frozenset(), "forward") for g in (found, graph)]
+    seconds = [graph_seconds(g, world, frozenset(), "forward") for g in (rewritten, graph)]
     assert seconds[0] < seconds[1] * (1 - chunk.WORTH)
-    return names(found).count("all_reduce")
+    return names(rewritten).count("all_reduce")
 
 
 def test_one_piece_is_an_answer() -> None:
@@ -388,15 +390,15 @@ def test_one_piece_is_an_answer() -> None:
 def test_a_lost_collective_is_reported() -> None:
     graph = matmul_and_sum(64)
     (unit,) = units(graph, 2, set())
-    found = DerivedGraph(chunk_units_of(graph, [unit]), "forward")
-    chunk.check(facts_of(graph), found)
-    (first, _) = [node for node in found.graph.nodes if collective_of(node) is not None]
+    rewritten = DerivedGraph(chunk_units_of(graph, [unit]), "forward")
+    chunk.check(facts_of(graph), rewritten)
+    (first, _) = [node for node in rewritten.graph.nodes if collective_of(node) is not None]
     (wait,) = first.users
     wait.replace_all_uses_with(first.all_input_nodes[0])
-    found.graph.erase_node(wait)
-    found.graph.erase_node(first)
+    rewritten.graph.erase_node(wait)
+    rewritten.graph.erase_node(first)
     with pytest.raises(AssertionError, match="are sent, not"):
-        chunk.check(facts_of(graph), found)
+        chunk.check(facts_of(graph), rewritten)
 
 
 def test_products_have_the_flops_that_torch_counts() -> None:
@@ -416,6 +418,6 @@ def test_products_have_the_flops_that_torch_counts() -> None:
 def test_ranks_give_the_numbers_of_one_device(tmp_path: Path, task: str) -> None:
     facts = launched(tmp_path, RANKS, task, script="backend_ranks.py", seconds=900)[task]
     assert len(facts) == 4
-    for layout, found in facts.items():
-        assert found["loss"] < LIMIT and found["gradients"][0] < LIMIT, (layout, found)
-        assert found["runs"] == "Scheduled" and found["cut"] == [True, True], (layout, found)
+    for layout, figures in facts.items():
+        assert figures["loss"] < LIMIT and figures["gradients"][0] < LIMIT, (layout, figures)
+        assert figures["runs"] == "Scheduled" and figures["cut"] == [True, True], (layout, figures)

@@ -55,8 +55,8 @@ def moved(draw: random.Random, graph: fx.Graph, source: fx.Node, own: Cut, *rest
     if kind == "view":
         number, part = number.contiguous(), part.contiguous()
         factors = [f for n in shape for f in prime_factors(n)] or [1]
-        cuts = sorted(draw.sample(range(len(factors) + 1), min(2, len(factors))))
-        bounds = itertools.pairwise([0, *cuts, len(factors)])
+        borders = sorted(draw.sample(range(len(factors) + 1), min(2, len(factors))))
+        bounds = itertools.pairwise([0, *borders, len(factors)])
         args: tuple[Any, ...] = ([math.prod(factors[a:b]) for a, b in bounds],)
         source = called(graph, aten.clone.default, (source,))
         source.meta["val"] = source.meta["val"].contiguous()
@@ -77,13 +77,13 @@ def moved(draw: random.Random, graph: fx.Graph, source: fx.Node, own: Cut, *rest
 
 
 def prime_factors(number: int) -> list[int]:
-    found, divisor = [], 2
+    factors, divisor = [], 2
     while number > 1:
         while number % divisor == 0:
-            found.append(divisor)
+            factors.append(divisor)
             number //= divisor
         divisor += 1
-    return found
+    return factors
 
 
 def test_a_residual_stream_is_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:

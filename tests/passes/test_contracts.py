@@ -60,20 +60,20 @@ def programs() -> dict[str, Program]:
     """What every pass makes of the GPT for a layout in 2.5D, which the pipeline pass rewrites."""
     model, args, _ = models.gpt()
     world = World.of(4)
-    made = {"trace": trace.trace(model, args)}
-    made["draws"] = draws.draws(made["trace"])
-    made["masks"] = masks.masks(made["draws"])
-    made["annotate"] = annotate.annotate(made["masks"])
-    made["chains"] = annotate.chains(made["annotate"])
+    stages = {"trace": trace.trace(model, args)}
+    stages["draws"] = draws.draws(stages["trace"])
+    stages["masks"] = masks.masks(stages["draws"])
+    stages["annotate"] = annotate.annotate(stages["masks"])
+    stages["chains"] = annotate.chains(stages["annotate"])
     request = PlanRequest(autopar.Grid25D(q=2, d=1))
-    made["choose"] = solve.search_meshes(made["chains"], world, request)
-    made["rewrite"] = rewrite.rewrite(made["choose"], world)
-    made["hierarchy"] = hierarchy.hierarchy(made["rewrite"], world)
-    made["summa"] = summa.summa(made["hierarchy"], world)
-    made["kernel_choice"] = kernel_choice.kernel_choice(made["summa"], world)
-    made["finalize"] = finalize.finalize(made["kernel_choice"], world)
-    made["recompute"] = recompute.recompute(planned(made["finalize"], recompute=("blocks.1",)))
-    return made
+    stages["choose"] = solve.search_meshes(stages["chains"], world, request)
+    stages["rewrite"] = rewrite.rewrite(stages["choose"], world)
+    stages["hierarchy"] = hierarchy.hierarchy(stages["rewrite"], world)
+    stages["summa"] = summa.summa(stages["hierarchy"], world)
+    stages["kernel_choice"] = kernel_choice.kernel_choice(stages["summa"], world)
+    stages["finalize"] = finalize.finalize(stages["kernel_choice"], world)
+    stages["recompute"] = recompute.recompute(planned(stages["finalize"], recompute=("blocks.1",)))
+    return stages
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -135,8 +135,8 @@ def rule_forgotten(program: Program) -> Program:
 
 def rule_of_two_results(program: Program) -> Program:
     specs = program.annotations.specs
-    spec = dataclasses.replace(specs["gelu"], results=specs["gelu"].results * 2)
-    return noted(program, specs={**specs, "gelu": spec})
+    rule = dataclasses.replace(specs["gelu"], results=specs["gelu"].results * 2)
+    return noted(program, specs={**specs, "gelu": rule})
 
 
 def atoms_of_another_size(program: Program) -> Program:
@@ -336,8 +336,8 @@ def test_the_runner_checks_what_every_pass_makes(
     """A pass that hands on what it was given, less an input or a chain, is caught right after."""
 
     def broken(program: Program, *rest: Any, **more: Any) -> Program:
-        made = honest(program, *rest, **more)
-        return noted(made, specs={}) if name == "annotate" else spoil(made)
+        result = honest(program, *rest, **more)
+        return noted(result, specs={}) if name == "annotate" else spoil(result)
 
     spoil = {"chains": node_in_no_chain, "choose": choice_forgotten}.get(name, one_input_less)
     own = {"annotate": annotate, "chains": annotate, "recompute": recompute}
@@ -361,22 +361,22 @@ def test_every_graph_is_stored_and_prints() -> None:
     assert set(par.plan.seconds_by_pass) == set(CHECKS)
     for graph in par.graphs.values():
         assert "linear" in str(graph.graph) and "linear" in listing(graph)
-    ready = autopar.plan(model, 4, args, layout="megatron").context
-    text = listing(ready.graphs["rewrite"])
+    context = autopar.plan(model, 4, args, layout="megatron").context
+    text = listing(context.graphs["rewrite"])
     assert ">> all_reduce" in text and "# up" in text and "tp:P" in text
-    assert "all_reduce" not in str(ready.graphs["trace"].graph)
+    assert "all_reduce" not in str(context.graphs["trace"].graph)
 
 
 def test_passes_do_not_change_what_they_are_given() -> None:
-    made = programs()
-    before = [str(program.module.graph) for program in made.values()]
-    annotate.annotate(draws.draws(made["trace"]))
-    annotate.chains(made["annotate"])
-    rewrite.rewrite(made["choose"], World.of(4))
+    stages = programs()
+    before = [str(program.module.graph) for program in stages.values()]
+    annotate.annotate(draws.draws(stages["trace"]))
+    annotate.chains(stages["annotate"])
+    rewrite.rewrite(stages["choose"], World.of(4))
     world = World.of(4)
-    finalize.finalize(summa.summa(hierarchy.hierarchy(made["rewrite"], world), world), world)
-    assert before == [str(program.module.graph) for program in made.values()]
-    assert plan_context.fingerprint(made["trace"]) == plan_context.fingerprint(
+    finalize.finalize(summa.summa(hierarchy.hierarchy(stages["rewrite"], world), world), world)
+    assert before == [str(program.module.graph) for program in stages.values()]
+    assert plan_context.fingerprint(stages["trace"]) == plan_context.fingerprint(
         trace.trace(*models.gpt()[:2])
     )
 

@@ -257,9 +257,11 @@ def test_the_backward_of_a_convolution_is_convolutions(dims: int, transposed: bo
         extra = int(transposed and max(stride, dilation) > 1)
         how = ([stride] * dims, [padding] * dims, [dilation] * dims, transposed, [extra] * dims)
         gradient = torch.randn_like(aten.convolution(x, weight, None, *how, groups))
-        given = (gradient, x, weight, [6], *how, groups, [True, True, True])
-        found = derivative_ops.written_with_others(aten.convolution_backward.default)(*given)
-        torch.testing.assert_close(found, aten.convolution_backward(*given))
+        arguments = (gradient, x, weight, [6], *how, groups, [True, True, True])
+        gradients = derivative_ops.written_with_others(aten.convolution_backward.default)(
+            *arguments
+        )
+        torch.testing.assert_close(gradients, aten.convolution_backward(*arguments))
 
 
 class Recurrent(nn.Module):

@@ -139,8 +139,8 @@ def reparametrised(x: Tensor) -> Tensor:
 
 def noised(x: Tensor) -> Tensor:
     """As diffusion adds noise at a random timestep."""
-    kept = torch.linspace(0.9, 0.1, 10)[torch.randint(0, 10, (x.shape[0],))][:, None, None]
-    return kept.sqrt() * x + (1 - kept).sqrt() * torch.empty_like(x).normal_()
+    share = torch.linspace(0.9, 0.1, 10)[torch.randint(0, 10, (x.shape[0],))][:, None, None]
+    return share.sqrt() * x + (1 - share).sqrt() * torch.empty_like(x).normal_()
 
 
 def chosen(x: Tensor) -> Tensor:
@@ -245,11 +245,12 @@ def test_numbers_are_distributed_as_torch_s(name: str) -> None:
     torch.manual_seed(0)
     wanted = DISTRIBUTIONS[name]()
     par: Any = autopar.parallelize(Drawing(lambda x: DISTRIBUTIONS[name]() + 0 * x), 1, (zero(),))
-    found = par(zero()).to(wanted.dtype)
-    assert distance(found, wanted) < 1.95 * (2 / len(wanted)) ** 0.5  # by chance once in a thousand
-    assert not torch.equal(found, wanted)
+    drawn_values = par(zero()).to(wanted.dtype)
+    # Larger by chance once in a thousand.
+    assert distance(drawn_values, wanted) < 1.95 * (2 / len(wanted)) ** 0.5
+    assert not torch.equal(drawn_values, wanted)
     if name == "randperm":
-        assert torch.equal(found.sort().values, torch.arange(N))
+        assert torch.equal(drawn_values.sort().values, torch.arange(N))
 
 
 def test_draws_of_one_graph_differ_and_so_do_calls() -> None:
@@ -258,9 +259,9 @@ def test_draws_of_one_graph_differ_and_so_do_calls() -> None:
 
     par: Any = autopar.parallelize(Drawing(both), 1, (torch.zeros(()),))
     first, second = par(torch.zeros(())), par(torch.zeros(()))
-    one, other, *later = (*first, *second)
-    assert len({tuple(x.tolist()) for x in (one, other, *later)}) == 4
-    assert float((one * other).mean()) < 0.5
+    noise, other, *later = (*first, *second)
+    assert len({tuple(x.tolist()) for x in (noise, other, *later)}) == 4
+    assert float((noise * other).mean()) < 0.5
 
 
 def distance(actual: Tensor, wanted: Tensor) -> float:
@@ -288,8 +289,8 @@ class Drawing(nn.Module):
 def test_no_gradient_goes_through_a_draw() -> None:
     mean = torch.randn(4, requires_grad=True)
     program = draws(trace_model(Drawing(lambda x: torch.normal(x, x.exp()) + x), (mean,)))
-    (found,) = torch.autograd.grad(program.module(mean)[0].sum(), mean)
-    assert torch.equal(found, torch.ones(4))
+    (gradient,) = torch.autograd.grad(program.module(mean)[0].sum(), mean)
+    assert torch.equal(gradient, torch.ones(4))
 
 
 @pytest.mark.parametrize(
@@ -340,8 +341,8 @@ def test_recurrent_layers_drop_between_them(name: str) -> None:
     model.layers.dropout = 0.0
     values = bind(program, call)
     flat = pytree.tree_leaves(model(*call))
-    for found, wanted in zip(program.module(*values), flat, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, wanted in zip(program.module(*values), flat, strict=True):
+        torch.testing.assert_close(actual, wanted)
     model.layers.dropout = 0.2
     autopar.verify(model, 2, call, layout="ddp")
 

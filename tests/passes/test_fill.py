@@ -55,8 +55,8 @@ def test_no_more_than_there_is_room_for(room: float, count: int) -> None:
 
 def test_what_others_read_or_what_is_turned_stays() -> None:
     def read(x: Tensor) -> tuple[Tensor, Tensor]:
-        made = mm(x, x.t())
-        return torch.cat([made.reshape(-1), x.reshape(-1)]), made
+        square = mm(x, x.t())
+        return torch.cat([square.reshape(-1), x.reshape(-1)]), square
 
     assert filled(read) == 0
     assert filled(lambda x: torch.cat([mm(x.t(), x).t().reshape(-1), x.reshape(-1)])) == 0

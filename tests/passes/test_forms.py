@@ -32,17 +32,17 @@ def drawn(*shape: int) -> Tensor:
 @pytest.mark.parametrize("copied", list(itertools.product(COPIES, repeat=3)))
 @pytest.mark.parametrize("biased", [True, False])
 def test_copies_change_no_numbers(copied: tuple[Copied, Copied, Copied], biased: bool) -> None:
-    found, wanted = [], []
-    for into in (found, wanted):
+    actual, wanted = [], []
+    for into in (actual, wanted):
         x, weight = drawn(2, 3, 5).requires_grad_(), drawn(7, 5).requires_grad_()
         bias = drawn(7).requires_grad_() if biased else None
-        if into is found:
+        if into is actual:
             y = sharded.linear(x, weight, bias, copied)
         else:
             y = F.linear(x, weight, bias)
         y.backward(drawn(2, 3, 7))
         into += [y.detach(), x.grad, weight.grad] + ([bias.grad] if bias is not None else [])
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_other_order() -> None:
@@ -60,14 +60,14 @@ def test_under_autocast_it_is_an_ordinary_linear() -> None:
 
 
 def test_a_copy_has_to_gain_enough() -> None:
-    one = KernelTimes("float32", 2, 3, 4, "NT", 1.0, 0.9, 0.8)
-    assert one.fastest == "right"
-    assert replace(one, right_copied_s=0.96, left_copied_s=0.96).fastest == ""
-    assert replace(one, right_copied_s=0.94, left_copied_s=0.90).fastest == "left"
+    times = KernelTimes("float32", 2, 3, 4, "NT", 1.0, 0.9, 0.8)
+    assert times.fastest == "right"
+    assert replace(times, right_copied_s=0.96, left_copied_s=0.96).fastest == ""
+    assert replace(times, right_copied_s=0.94, left_copied_s=0.90).fastest == "left"
     with pytest.raises(
         WorldError, match=r"KernelTimes.as_it_is_s is 0: give a finite number above 0"
     ):
-        replace(one, as_it_is_s=0)
+        replace(times, as_it_is_s=0)
 
 
 def forged(ranks: int, right: float) -> World:
@@ -78,7 +78,7 @@ def forged(ranks: int, right: float) -> World:
     shapes = local_matmuls(unsharded_work(model, args).matmuls, ranks)
     forms = {(str(p.dtype).removeprefix("torch."), p.m, p.n, p.k, p.form) for p in shapes}
     world = World.of(ranks)
-    timed = tuple(KernelTimes(*one, 1.0, 2.0, right) for one in sorted(forms))
+    timed = tuple(KernelTimes(*form, 1.0, 2.0, right) for form in sorted(forms))
     return replace(world, device=replace(world.device, forms=timed))
 
 

@@ -189,8 +189,8 @@ def test_a_traced_function_has_its_own_gradient(kind: str) -> None:
     model = Net(KINDS[kind])
     program = trace.trace(model, (rows(),))
     torch.testing.assert_close(run(program, (rows(),)), model(rows()))
-    found = gradients(model, run(program, (rows(),)))
-    torch.testing.assert_close(found, gradients(model, model(rows())))
+    actual = gradients(model, run(program, (rows(),)))
+    torch.testing.assert_close(actual, gradients(model, model(rows())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -202,7 +202,7 @@ def test_verify_holds_a_function_under_layouts(kind: str) -> None:
 @pytest.mark.slow_cells("reentrant", "several")
 @pytest.mark.parametrize("kind", ["straight through", "several", "listed", "reentrant"])
 def test_what_dynamo_captures_has_the_gradient_too(kind: str) -> None:
-    model, found = Net(KINDS[kind]), {}
+    model, grads = Net(KINDS[kind]), {}
 
     def backend(graph: fx.GraphModule, values: Any) -> Any:
         names = {i: f"p{i}" for i, v in enumerate(values) if isinstance(v, nn.Parameter)}
@@ -210,14 +210,14 @@ def test_what_dynamo_captures_has_the_gradient_too(kind: str) -> None:
         rest = tuple(v for i, v in enumerate(values) if i not in names)
         (loss,) = run(trace.trace(piece, rest), rest)
         loss.backward()
-        found.update({id(p): p.grad.clone() for p in model.parameters() if p.grad is not None})
+        grads.update({id(p): p.grad.clone() for p in model.parameters() if p.grad is not None})
         return graph
 
     torch._dynamo.reset()
     torch.compile(model, backend=backend)(rows())
     expected = gradients(model, model(rows()))
-    assert len(found) == len(expected)
-    torch.testing.assert_close([found[id(p)] for p in model.parameters()], expected)
+    assert len(grads) == len(expected)
+    torch.testing.assert_close([grads[id(p)] for p in model.parameters()], expected)
 
 
 def test_the_same_call_is_the_same_op_in_every_trace() -> None:
@@ -243,8 +243,8 @@ def test_a_large_function_is_split_by_what_a_smaller_trial_says() -> None:
     def factors(function: Any) -> list[int]:
         x = torch.empty(64, 512, 2048, device="meta")
         notes = annotate.annotate(trace.trace(Large(function), (x,))).annotations
-        (spec,) = (s for s in notes.specs.values() if s.source != "rule")
-        return [size for name, size in spec.sizes.items() if spec.splittable(name)]
+        (rule,) = (s for s in notes.specs.values() if s.source != "rule")
+        return [size for name, size in rule.sizes.items() if rule.splittable(name)]
 
     assert factors(lambda x: straight_through(x, 4)) == [64, 512, 2048]
     assert factors(Mixed.apply) == [512, 2048]

@@ -21,16 +21,16 @@ from autopar.tools.targets import NAMED, Gpt
 def test_each_microbatch_has_its_own_nodes_and_weights_are_gathered_once(layout: str) -> None:
     model, args, _ = models.gpt()
     plan = autopar.plan(model, 4, args, layout, microbatches=2, smaller=False, outputs="sharded")
-    one = plan.context.program
-    both = interleave_microbatches(one)
+    single = plan.context.program
+    both = interleave_microbatches(single)
     both.module.graph.lint()
     names = [node.name for node in both.module.graph.find_nodes(op="placeholder")]
     assert names == [entry.node for entry in both.signature.inputs]
     calls = [
         [str(n.target) for n in p.module.graph.nodes if n.op == "call_function"]
-        for p in (one, both)
+        for p in (single, both)
     ]
-    assert len(both.module.graph.output_node().args[0]) == 2 * len(one.signature.outputs)
+    assert len(both.module.graph.output_node().args[0]) == 2 * len(single.signature.outputs)
     for target in set(calls[0]):
         times = calls[1].count(target) / calls[0].count(target)
         assert 1 <= times <= 2

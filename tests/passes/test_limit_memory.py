@@ -32,8 +32,8 @@ def scheduled(plan: autopar.Plan) -> Scheduled:
 
 def peak_bytes(run: Scheduled) -> dict[str, float]:
     assert run.forward is not None and run.backward is not None
-    given = run.forward.graph.find_nodes(op="placeholder")
-    step = StepMemory(float(sum(map(bytes_of, given))), saved_by(run.forward.graph), True)
+    placeholders = run.forward.graph.find_nodes(op="placeholder")
+    step = StepMemory(float(sum(map(bytes_of, placeholders))), saved_by(run.forward.graph), True)
     graphs = {"forward": run.forward.graph, "backward": run.backward.graph}
     return {name: graph_peak_bytes(graph, step) for name, graph in graphs.items()}
 
@@ -48,14 +48,14 @@ def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     plan = autopar.plan(model, 4, (tokens, tokens), "fsdp", recompute=recompute, smaller=False)
     assert plan.memory is not None
     bound = plan.memory.peak - plan.memory.optimizer
-    found = peak_bytes(scheduled(plan))
-    assert max(found.values()) <= 1.01 * bound
+    peaks = peak_bytes(scheduled(plan))
+    assert max(peaks.values()) <= 1.01 * bound
     if recompute == "none":  # they are held anyway
         return
     program = plan.context.program
     free = dataclasses.replace(plan, memory=None)
-    ready = dataclasses.replace(plan.context, program=dataclasses.replace(program, plan=free))
-    unbound = peak_bytes(scheduled(dataclasses.replace(free, context=ready)))
+    unlimited = dataclasses.replace(plan.context, program=dataclasses.replace(program, plan=free))
+    unbound = peak_bytes(scheduled(dataclasses.replace(free, context=unlimited)))
     assert unbound["backward"] > 1.1 * bound
 
 
@@ -86,14 +86,16 @@ def test_where_there_is_no_room_every_collective_is_waited_for() -> None:
 def gathers() -> tuple[fx.Graph, list[fx.Node]]:
     """Four gathers of 4 KB, all issued at once, each then used alone."""
     graph = fx.Graph()
-    *given, y = placed(graph, [(256,)] * 4 + [(1024,)])
+    *weights, y = placed(graph, [(256,)] * 4 + [(1024,)])
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
     wait = torch.ops._c10d_functional.wait_tensor.default
     with _compat.fake_mode():
-        sent = [called(graph, gather, (x, 4, "autopar/data4/data")) for x in given]
+        sent = [called(graph, gather, (x, 4, "autopar/data4/data")) for x in weights]
         total = None
-        for one in sent:
-            part = called(graph, torch.ops.aten.dot.default, (called(graph, wait, (one,)), y))
+        for collective in sent:
+            part = called(
+                graph, torch.ops.aten.dot.default, (called(graph, wait, (collective,)), y)
+            )
             total = (
                 part if total is None else called(graph, torch.ops.aten.add.Tensor, (total, part))
             )
@@ -127,8 +129,8 @@ def test_a_view_that_several_gathers_send_stays_before_the_first(kib: int) -> No
     with _compat.fake_mode():
         rows = called(graph, torch.ops.aten.view.default, (x, [16, 16]))
         sent = [called(graph, gather, (rows, 4, "autopar/data4/data")) for _ in range(4)]
-        for one in sent:
-            done = called(graph, wait, (one,))
+        for collective in sent:
+            done = called(graph, wait, (collective,))
             flat = called(graph, torch.ops.aten.view.default, (done, [1024]))
             total = called(graph, torch.ops.aten.add.Tensor, (total, flat))
     graph.output(total)
@@ -146,10 +148,10 @@ def test_sums_are_waited_for_where_there_is_no_room() -> None:
     with _compat.fake_mode():
         products = [called(graph, torch.ops.aten.mm.default, (x, y)) for _ in range(4)]
         sent = [called(graph, scatter, (p, "sum", 4, "autopar/data4/data")) for p in products]
-        waits = [called(graph, wait, (one,)) for one in sent]
+        waits = [called(graph, wait, (collective,)) for collective in sent]
     graph.output(tuple(waits))
-    for product, one in zip(products, sent, strict=True):  # as a schedule would have it
-        product.append(one)
+    for product, collective in zip(products, sent, strict=True):  # as a schedule would have it
+        product.append(collective)
     step, size = StepMemory(0.0, {}), 64 * 64 * 4.0
     assert graph_peak_bytes(graph, step) > 4 * size
 

@@ -36,21 +36,21 @@ def described(model: nn.Module, args: Any, kwargs: Any) -> tuple[Program, Progra
 
 def said(program: Program) -> list[str]:
     """What each attention of a program sees, in words; in blocks with "blocks" before."""
-    found = []
+    labels = []
     for node in program.module.graph.nodes:
         if node.target not in (MASKED_ATTENTION, SDPA):
             continue
         in_blocks = node.target is MASKED_ATTENTION
         description = node if in_blocks else bound(node)["attn_mask"]
         if not isinstance(description, fx.Node):
-            found.append("causal" if bound(node)["is_causal"] else "all")
+            labels.append("causal" if bound(node)["is_causal"] else "all")
         elif description.target not in (MASKED_ATTENTION, BLOCK_MASK):
-            found.append("mask")
+            labels.append("mask")
         else:
             values = bound(description)
             words = f"{values['before']} {values['after']} {values['compare']}".strip()
-            found.append(f"blocks {words}" if in_blocks else words)
-    return found
+            labels.append(f"blocks {words}" if in_blocks else words)
+    return labels
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- models of transformers ------------------------------------------------------------------------
 def padded(example: models.Example) -> models.Example:
     model, args, kwargs = example
-    kept = torch.ones_like(kwargs["input_ids"])
-    kept[::2, -3:] = 0
-    return model, args, {**kwargs, "attention_mask": kept}
+    mask = torch.ones_like(kwargs["input_ids"])
+    mask[::2, -3:] = 0
+    return model, args, {**kwargs, "attention_mask": mask}
 
 
 def packed(example: models.Example) -> models.Example:

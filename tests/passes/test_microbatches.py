@@ -73,8 +73,8 @@ def a_count_used_twice(model: Any, scores: Tensor, labels: Tensor, mask: Tensor)
 
 def rows_read_by_number(model: nn.Module, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
     rows = torch.arange(mask.shape[0])[:, None]
-    kept = mask[rows, torch.arange(TOKENS)[None, :]]
-    return (scores.square().sum(-1) * kept).sum() / mask.sum()
+    own = mask[rows, torch.arange(TOKENS)[None, :]]
+    return (scores.square().sum(-1) * own).sum() / mask.sum()
 
 
 def a_loss_that_is_not_returned(

@@ -40,10 +40,10 @@ def cell(ratio: float = 1.0) -> dict[str, Any]:
 
 
 def test_gains_are_of_steps_of_one_round() -> None:
-    (one,) = gains(cell())
-    assert one.name == "ddp" and one.counts
-    assert one.gains == pytest.approx({"": 1.5, "+bucket": 0.75, "+schedule": 1.0})
-    assert one.spread == pytest.approx((1.2, 1.5)) and one.of_possible == pytest.approx(0.9)
+    (gain,) = gains(cell())
+    assert gain.name == "ddp" and gain.counts
+    assert gain.gains == pytest.approx({"": 1.5, "+bucket": 0.75, "+schedule": 1.0})
+    assert gain.spread == pytest.approx((1.2, 1.5)) and gain.of_possible == pytest.approx(0.9)
     assert table(cell()).row_count == 2
 
 
@@ -74,11 +74,11 @@ def stepped(late: float) -> MeasuredStep:
 
 
 def test_what_two_lanes_carry_at_once_is_communication_once() -> None:
-    one = account(stepped(1.0))
-    assert one == Account(computing=4.0, communication=4.0, exposed=2.0, skew=1.0)
-    assert one.hidden == 0.5
+    figures = account(stepped(1.0))
+    assert figures == Account(computing=4.0, communication=4.0, exposed=2.0, skew=1.0)
+    assert figures.hidden == 0.5
     steps = [account(stepped(late)) for late in (1.0, 2.0, 9.0)]
-    assert usual([steps, [one] * 3]) == Account(4.0, 4.0, 2.0, 1.5)
+    assert usual([steps, [figures] * 3]) == Account(4.0, 4.0, 2.0, 1.5)
 
 
 def test_the_critical_path_and_the_link_must_be_exposed() -> None:

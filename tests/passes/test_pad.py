@@ -160,12 +160,12 @@ def test_a_padded_graph_has_the_same_results_and_gradients() -> None:
     assert padded.padding["linear", 0] == (
         Pad(2, 1, 13, 16, 1, padded.padding["linear", 0][0].atom),
     )
-    for found, expected in zip(run(padded, True, ids), run(program, False, ids), strict=True):
-        pairs = zip(found, expected, strict=True) if isinstance(found, list) else (
-            (found[name], expected[name]) for name in expected
+    for actual, expected in zip(run(padded, True, ids), run(program, False, ids), strict=True):
+        pairs = zip(actual, expected, strict=True) if isinstance(actual, list) else (
+            (actual[name], expected[name]) for name in expected
         )  # fmt: skip
-        for one, other in pairs:
-            assert torch.equal(one, other)
+        for value, other in pairs:
+            assert torch.equal(value, other)
 
 
 @pytest.mark.slow

@@ -66,8 +66,8 @@ def test_only_weights_of_products_are_gathered_again(name: str, ranks: int, layo
     assert again.peak_bytes < plain.peak_bytes and again.recompute == ()
     more = len(again.collectives) - len(plain.collectives)
     assert more == calls(again, inputs) - calls(plain, inputs) > 0
-    made = [c for c in again.collectives if c.backward and c.kind == "all_gather"]
-    assert more <= len(made)
+    gathers = [c for c in again.collectives if c.backward and c.kind == "all_gather"]
+    assert more <= len(gathers)
     module = again.context.program.module
     twice = [n for n, again in every_node(module) if again and n.op == "call_function"]
     assert all("step" in node.meta for node in twice)
@@ -96,14 +96,14 @@ def test_a_frozen_weight_keeps_no_activation_alive() -> None:
     whole = graph.call_function(torch.cat, ([w, w],))
     graph.output((graph.call_function(torch.matmul, (x, whole)),))
     block = torch.fx.GraphModule(torch.nn.Module(), graph)
-    given, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 5)
-    activation = given * 1.0
+    frozen_input, weight = torch.randn(3, 4, requires_grad=True), torch.randn(2, 5)
+    activation = frozen_input * 1.0
     (y,) = regather_in_backward(block, 1, activation, weight)
     gone = weakref.ref(activation)
     del activation
     assert gone() is None
     y.sum().backward()
-    torch.testing.assert_close(given.grad, torch.ones(3, 5) @ torch.cat([weight, weight]).T)
+    torch.testing.assert_close(frozen_input.grad, torch.ones(3, 5) @ torch.cat([weight, weight]).T)
 
 
 @pytest.mark.slow
@@ -115,13 +115,13 @@ def test_dropout_drops_the_same_again() -> None:
 def test_on_one_rank_the_generators_are_set_back() -> None:
     """There dropout is torch's own."""
     model, args, _ = models.gpt(dropout=0.2)
-    found = []
+    gradients = []
     for recompute in ("none", "full"):
         par = autopar.parallelize(model, 1, args, recompute=recompute)  # type: ignore[arg-type]
         torch.manual_seed(1)
         par(*args)[1].backward()
-        found.append([p.grad.clone() for p in par.parameters()])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        gradients.append([p.grad.clone() for p in par.parameters()])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
 
 
 @pytest.mark.slow_cells("4-megatron-sp")
@@ -187,10 +187,10 @@ def calls(plan: autopar.Plan, inputs: Any) -> int:
 
 def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
     model, inputs = example("gpt")
-    made = autopar.plan(model, 1, inputs, recompute="full")
-    made.save(tmp_path / "plan.json")
+    plan = autopar.plan(model, 1, inputs, recompute="full")
+    plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
-    assert loaded.recompute == made.recompute and loaded.memory == made.memory
+    assert loaded.recompute == plan.recompute and loaded.memory == plan.memory
     par = autopar.apply(model, loaded, inputs)
     assert len(par.graph.graph.find_nodes(op="call_function", target=recompute_in_backward)) == 2
     torch.testing.assert_close(par(*inputs)[1], model(*inputs)[1])
@@ -198,11 +198,11 @@ def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
 
 def test_a_block_that_is_not_there() -> None:
     model, inputs = example("gpt")
-    made = autopar.plan(model, 1, inputs)
-    plan = dataclasses.replace(made, regather=("blocks.8",), context=None)
+    unedited = autopar.plan(model, 1, inputs)
+    plan = dataclasses.replace(unedited, regather=("blocks.8",), context=None)
     with pytest.raises(PlanError, match=r"blocks\.8 cannot be regathered|regathers 'blocks\.8'"):
         autopar.apply(model, plan, inputs)
-    plan = dataclasses.replace(made, recompute=("blocks.7",), context=None)
+    plan = dataclasses.replace(unedited, recompute=("blocks.7",), context=None)
     with pytest.raises(PlanError, match=r"recomputes 'blocks\.7'.* are blocks\.0, blocks\.1"):
         autopar.apply(model, plan, inputs)
 

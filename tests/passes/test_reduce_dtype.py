@@ -53,10 +53,10 @@ def planned(layout: str, reduce_dtype: Any = None) -> Plan:
 
 def of_weights(plan: Plan) -> list[SentCollective]:
     """The backward collectives of stored tensors."""
-    found = list(sent_collectives(plan.context.program))
-    assert len(found) == len(plan.collectives)
+    sent = list(sent_collectives(plan.context.program))
+    assert len(sent) == len(plan.collectives)
     return [
-        m for m in found if m.backward and not m.inside and m.node.meta["value"][0] in plan.stored
+        m for m in sent if m.backward and not m.inside and m.node.meta["value"][0] in plan.stored
     ]
 
 
@@ -99,9 +99,9 @@ def test_casts_of_parameters_count_as_parameters() -> None:
     """Stored in float32, gathered as bfloat16 after the cast, added up in float32."""
     inputs = (torch.zeros(8, 32),)
     plan = autopar.plan(Casting(), 4, inputs, layout="fsdp", smaller=False, **WIDE)
-    found = [m for m in sent_collectives(plan.context.program) if not m.inside]
-    gathers = {m.element_bytes for m in found if m.traffic.collective == "all_gather"}
-    scatters = {m.element_bytes for m in found if m.traffic.collective == "reduce_scatter"}
+    sent = [m for m in sent_collectives(plan.context.program) if not m.inside]
+    gathers = {m.element_bytes for m in sent if m.traffic.collective == "all_gather"}
+    scatters = {m.element_bytes for m in sent if m.traffic.collective == "reduce_scatter"}
     assert gathers == {2} and scatters == {4}
 
 

@@ -24,9 +24,9 @@ def replaced(function: Callable[[Tensor], object], x: Tensor = X) -> list[str]:
         _describe(node, x)
     passed("reinplace", DerivedGraph(module.graph, "forward"))
     module.recompile()
-    given = x.clone()
-    torch.testing.assert_close(module(given), function(x), rtol=0, atol=0)
-    assert torch.equal(given, x), "what came in was written to"
+    own = x.clone()
+    torch.testing.assert_close(module(own), function(x), rtol=0, atol=0)
+    assert torch.equal(own, x), "what came in was written to"
     return [node.target._opname for node in module.graph.nodes if _writes(node)]
 
 
@@ -53,16 +53,16 @@ def test_what_comes_in_is_not_written_to() -> None:
 
 def test_what_others_read_is_not_written_to() -> None:
     def later(x: Tensor) -> Tensor:
-        made = x + 1
-        return made.exp() + made
+        y = x + 1
+        return y.exp() + y
 
     def seen(x: Tensor) -> Tensor:
-        made = x + 1
-        return made.exp() * made.view(-1).sum()
+        y = x + 1
+        return y.exp() * y.view(-1).sum()
 
     def returned(x: Tensor) -> tuple[Tensor, Tensor]:
-        made = x + 1
-        return made, made.exp()
+        y = x + 1
+        return y, y.exp()
 
     assert replaced(later) == ["add_"]  # the sum goes into the exponentials
     assert replaced(seen) == ["mul_"]
@@ -84,8 +84,8 @@ def test_views_of_what_was_made_are_written_to() -> None:
 
 def test_an_operand_that_is_given_twice_stays() -> None:
     def doubled(x: Tensor) -> Tensor:
-        made = x + 1
-        return made * made
+        y = x + 1
+        return y * y
 
     assert replaced(doubled) == []
 
@@ -122,8 +122,8 @@ def test_other_sums_stay() -> None:
     assert replaced(lambda x: (x * 3).sum(0).exp().sum(), half) == ["exp_"]
 
     def seen(x: Tensor) -> Tensor:
-        made = x * 3
-        return made.sum(0).sum() + made.sum()
+        y = x * 3
+        return y.sum(0).sum() + y.sum()
 
     assert replaced(seen, LONG) == ["add_"]  # of the two numbers
 
@@ -150,9 +150,9 @@ def test_sums_over_ranks_are_in_place_where_the_operand_is_our_own(own: bool) ->
     form = functional.all_reduce_ if own else functional.all_reduce
     assert sent.target is form.default
     assert many.target is functional.all_reduce_coalesced_.default
-    copied, made = many.args[0]  # what came in is copied first
+    copied, summed = many.args[0]  # what came in is copied first
     assert copied.target is torch.ops.aten.clone.default and copied.args == (x,)
-    assert made.target is torch.ops.aten.mm.default
+    assert summed.target is torch.ops.aten.mm.default
 
 
 def test_the_contract_refuses_writing_to_what_comes_in() -> None:

@@ -148,7 +148,7 @@ def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
     """One rank, on real memory: gradients equal, products once, cheap ops twice, less saved."""
     model, args, kwargs = getattr(models, name)()
     inputs = kwargs or args
-    held, counted, gradients = [], [], []
+    saved_bytes, counted, gradients = [], [], []
     for how in ("none", "selective"):
         par = autopar.parallelize(
             copy.deepcopy(model),
@@ -159,11 +159,11 @@ def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
         )
         lives, counter = LifetimeRecorder(), Products()
         with lives:
-            found = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
-        leaves = torch.utils._pytree.tree_leaves(found)
+            outputs = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
+        leaves = torch.utils._pytree.tree_leaves(outputs)
         loss = next(x for x in leaves if isinstance(x, torch.Tensor) and not x.dim())
         moment = lives.moment + 1
-        held.append(sum(life.size for life in lives.lifetimes if life.died > moment))
+        saved_bytes.append(sum(life.size for life in lives.lifetimes if life.died > moment))
         with counter:
             loss.backward(retain_graph=True)
         counted.append(counter)
@@ -172,7 +172,7 @@ def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
         for parameter, once in zip(par.parameters(), gradients[-1], strict=True):
             torch.testing.assert_close(parameter.grad, 2 * once)
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
-    assert held[1] < 0.95 * held[0]
+    assert saved_bytes[1] < 0.95 * saved_bytes[0]
     assert counted[1].products == counted[0].products and counted[1].ops > counted[0].ops
 
 
@@ -185,11 +185,11 @@ def left_after_a_step(recompute: Any) -> int:
     try:
         lives = LifetimeRecorder()
         with lives:
-            found = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
-            leaves = torch.utils._pytree.tree_leaves(found)
+            outputs = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
+            leaves = torch.utils._pytree.tree_leaves(outputs)
             next(x for x in leaves if isinstance(x, torch.Tensor) and not x.dim()).backward()
             par.zero_grad()
-            del found, leaves
+            del outputs, leaves
         return sum(life.size for life in lives.lifetimes if life.died > lives.moment + 1)
     finally:
         gc.enable()
@@ -208,8 +208,8 @@ def test_what_is_dropped_is_made_once() -> None:
     more = graph.call_function(torch.exp, (norm,))
     graph.output(tuple(graph.call_function(torch.matmul, (y, w)) for y in (norm, more)))
     block = torch.fx.GraphModule(torch.nn.Module(), graph)
-    given, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
-    first, second = rerun_in_backward(block, 2, given, weight)
+    rows, weight = (torch.randn(4, 4, requires_grad=True) for _ in range(2))
+    first, second = rerun_in_backward(block, 2, rows, weight)
 
     class Sines(TorchDispatchMode):
         count = 0
@@ -223,10 +223,10 @@ def test_what_is_dropped_is_made_once() -> None:
     with Sines() as sines:
         (first + second).sum().backward()
     assert sines.count == 1
-    found = given.grad, weight.grad
-    given.grad = weight.grad = None
-    (given.sin() @ weight + given.sin().exp() @ weight).sum().backward()
-    torch.testing.assert_close(found, (given.grad, weight.grad))
+    gradients = rows.grad, weight.grad
+    rows.grad = weight.grad = None
+    (rows.sin() @ weight + rows.sin().exp() @ weight).sum().backward()
+    torch.testing.assert_close(gradients, (rows.grad, weight.grad))
 
 
 def test_a_plan_keeps_them_in_a_file(tmp_path: Any) -> None:

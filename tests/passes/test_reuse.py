@@ -232,8 +232,8 @@ def test_nothing_of_a_model_stays_alive() -> None:
 def test_the_model_and_the_generators_are_as_they_were(exports: list[nn.Module]) -> None:
     model = Net()
     trace.trace(model, (rows(),))
-    state, held = torch.get_rng_state(), {name: id(v) for name, v in model.named_parameters()}
+    state, identities = torch.get_rng_state(), {name: id(v) for name, v in model.named_parameters()}
     trace.trace(model, (rows(),))
     assert len(exports) == 1 and torch.equal(state, torch.get_rng_state())
-    assert held == {name: id(v) for name, v in model.named_parameters()}
+    assert identities == {name: id(v) for name, v in model.named_parameters()}
     assert not model._forward_hooks and not model._forward_pre_hooks

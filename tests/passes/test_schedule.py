@@ -36,12 +36,12 @@ def order(module: fx.GraphModule) -> dict[fx.Node, int]:
 
 def sent(module: fx.GraphModule, name: str) -> list[tuple[fx.Node, fx.Node]]:
     """(issue, wait) of every collective of this name."""
-    found = []
+    pairs = []
     for node in module.graph.nodes:
         if collective_of(node) == name:
             (wait,) = [user for user in node.users if is_wait(user)]
-            found.append((node, wait))
-    return found
+            pairs.append((node, wait))
+    return pairs
 
 
 def makes_gradient(matmul: fx.Node) -> bool:
@@ -78,7 +78,7 @@ def test_oar_dx_is_summed_under_the_matmul_for_dw() -> None:
         [n for n in between(run.backward, pair) if n.target in MATMULS and makes_gradient(n)]
         for pair in sums
     ]
-    assert sum(bool(found) for found in under) > len(sums) / 2, under
+    assert sum(bool(matmuls) for matmuls in under) > len(sums) / 2, under
     assert sum(covered(run, run.backward, pair) for pair in sums) > 0.8 * len(sums)
 
 

@@ -101,5 +101,5 @@ def test_a_backward_that_nobody_waits_for_is_all_in_the_second_half() -> None:
     assert not [n for n in first.graph.nodes if n.op == "call_function"] and not halves.first
     expected = whole(*operands)
     carried = first(*operands)[len(expected) :]
-    found = fx.GraphModule(whole, weight_gradients(whole.graph, halves))(*carried)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    gradients = fx.GraphModule(whole, weight_gradients(whole.graph, halves))(*carried)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))

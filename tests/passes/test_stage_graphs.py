@@ -88,8 +88,10 @@ def test_the_contract_sees_a_lost_result(program: Program) -> None:
 def test_the_slowest_stage_is_as_fast_as_can_be(
     seconds: list[float], count: int, begins: list[str]
 ) -> None:
-    found = stages.balance({f"b.{i}": float(s) for i, s in enumerate(seconds)}, count)
-    assert sorted(found) == sorted(begins) or _slowest(seconds, found) == _slowest(seconds, begins)
+    starts = stages.balance({f"b.{i}": float(s) for i, s in enumerate(seconds)}, count)
+    assert sorted(starts) == sorted(begins) or _slowest(seconds, starts) == _slowest(
+        seconds, begins
+    )
 
 
 def _slowest(seconds: list[float], begins: list[str] | tuple[str, ...]) -> float:

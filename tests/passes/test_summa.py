@@ -41,15 +41,15 @@ def scheduled(passes: tuple[str, ...] = OPTIONS) -> Scheduled:
 
 def counts(run: Scheduled) -> tuple[Counter[str], float]:
     """Collectives and waits of both graphs by name, and the bytes that a rank sends."""
-    found: Counter[str] = Counter()
+    counter: Counter[str] = Counter()
     sent = 0.0
     for module, phase in ((run.forward, "forward"), (run.backward, "backward")):
         assert module is not None
         for node in module.graph.nodes:
-            found[collective_of(node) or ("wait" if is_wait(node) else "")] += 1
+            counter[collective_of(node) or ("wait" if is_wait(node) else "")] += 1
         events = graph_events(module.graph, run.world, run.stored, phase).events  # type: ignore[arg-type]
         sent += sum(event.bytes for event in events)
-    return found, sent
+    return counter, sent
 
 
 @pytest.mark.slow
@@ -104,10 +104,10 @@ def reduces(ranks: int = 2) -> fx.Graph:
 def forms(graph: fx.Graph, most: float = float("inf")) -> list[fx.Graph]:
     freedom = Freedom(bucket_bytes=most)
     derived = DerivedGraph(graph, "backward", frozenset({"x0"}), freedom=freedom)
-    found = list(summa_fusion.panel_choices(derived, WORLD))
-    for form in found:
+    choices = list(summa_fusion.panel_choices(derived, WORLD))
+    for form in choices:
         form.lint()
-    return found
+    return choices
 
 
 def sent(graph: fx.Graph) -> list[str]:
@@ -133,16 +133,16 @@ def test_the_same_panel_goes_once() -> None:
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_the_parts_of_a_gradient_go_as_one(monkeypatch: pytest.MonkeyPatch, on_cpu: bool) -> None:
     monkeypatch.setattr(summa_fusion, "on_cpu", lambda node: on_cpu)
-    (found,) = forms(reduces())
-    assert sent(found) == ["all_to_all_single" if on_cpu else "reduce_scatter_tensor"]
-    assert not any(node.target in (aten.where.self, aten.eq.Scalar) for node in found.nodes)
+    (graph,) = forms(reduces())
+    assert sent(graph) == ["all_to_all_single" if on_cpu else "reduce_scatter_tensor"]
+    assert not any(node.target in (aten.where.self, aten.eq.Scalar) for node in graph.nodes)
     mine, theirs = torch.randn(2, 2, 3), torch.randn(2, 2, 3)  # of two roots
     stand_ins = {
         "all_to_all_single": lambda x, *_: torch.stack([x[1], theirs[1]]),
         "reduce_scatter_tensor": lambda x, *_: x[2:] + theirs[1],
         "wait_tensor": lambda x: x,
     }
-    (own,) = ran(found, stand_ins, [torch.tensor([1]), *mine])
+    (own,) = ran(graph, stand_ins, [torch.tensor([1]), *mine])
     assert torch.equal(own, -(mine[1] + theirs[1]))
 
 
@@ -164,7 +164,7 @@ def test_panels_from_one_root_are_joined() -> None:
     assert sort(graph)
     (node,) = [n for n in graph.nodes if collective_of(n)]
     assert node.meta["val"].shape == (10,) and node.args[1:] == (1, GROUP)
-    given = [torch.randn(shape) for shape in shapes]
+    values = [torch.randn(shape) for shape in shapes]
     stand_ins = {"broadcast": lambda x, *_: x + 1, "wait_tensor": lambda x: x}
-    for value, x in zip(ran(graph, stand_ins, given), given, strict=True):
+    for value, x in zip(ran(graph, stand_ins, values), values, strict=True):
         assert torch.equal(value, x + 1)

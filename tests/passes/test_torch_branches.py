@@ -203,9 +203,9 @@ def test_a_batch_norm_without_its_branch_is_the_same(momentum: float | None, tra
     pair = [nn.BatchNorm2d(4, momentum=momentum, track_running_stats=track) for _ in range(2)]
     for training in (True, True, False, True):
         x = torch.randn(6, 4, 2, 3)
-        one, other = (norm.train(training) for norm in pair)
-        torch.testing.assert_close(batch_norm(one, x), other(x))
-        torch.testing.assert_close(one.state_dict(), other.state_dict())
+        first, other = (norm.train(training) for norm in pair)
+        torch.testing.assert_close(batch_norm(first, x), other(x))
+        torch.testing.assert_close(first.state_dict(), other.state_dict())
 
 
 def test_a_running_average_is_planned() -> None:

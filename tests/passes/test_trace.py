@@ -61,14 +61,14 @@ def assert_equal_to_eager(
     with torch.no_grad():
         for name, value in model.named_buffers():
             value.copy_(buffers[name])
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    got = run(program, args, kwargs, held)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    got = run(program, args, kwargs, tensors)
     assert type(want) is type(got)
     torch.testing.assert_close(tensors_of(got), tensors_of(want), rtol=1e-5, atol=1e-6)
-    found = gradients(model, got)
-    assert expected.keys() == found.keys()
+    grads = gradients(model, got)
+    assert expected.keys() == grads.keys()
     for name, gradient in expected.items():
-        error = (found[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30)
+        error = (grads[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30)
         assert error < 2e-6, (name, error)
     return program
 
@@ -85,9 +85,9 @@ def test_outputs_and_gradients_are_those_of_the_eager_model(
 @pytest.mark.parametrize("build", [models.gpt, models.gpt2, models.bert, models.t5, models.vit])
 def test_dropout_is_one_node_in_training_and_none_otherwise(build: Callable[..., Any]) -> None:
     model, args, kwargs = build(dropout=0.1)
-    found = targets(trace(model, args, kwargs))
-    assert found[aten.dropout.default] >= 4
-    assert found[aten.native_dropout.default] == found[aten.bernoulli.p] == 0
+    counts = targets(trace(model, args, kwargs))
+    assert counts[aten.dropout.default] >= 4
+    assert counts[aten.native_dropout.default] == counts[aten.bernoulli.p] == 0
     assert targets(traced(build))[aten.dropout.default] == 0
 
 
@@ -105,13 +105,13 @@ def test_attention_keeps_its_dropout_rate() -> None:
 
 
 def test_composite_operators_survive() -> None:
-    found = targets(traced(models.gpt))
-    assert found[aten.linear.default] == 9
-    assert found[aten.layer_norm.default] == 5
-    assert found[aten.scaled_dot_product_attention.default] == 2
-    assert found[aten.cross_entropy_loss.default] == 1
-    assert found[aten.gelu.default] == 2
-    assert found[aten.embedding.default] == 2
+    counts = targets(traced(models.gpt))
+    assert counts[aten.linear.default] == 9
+    assert counts[aten.layer_norm.default] == 5
+    assert counts[aten.scaled_dot_product_attention.default] == 2
+    assert counts[aten.cross_entropy_loss.default] == 1
+    assert counts[aten.gelu.default] == 2
+    assert counts[aten.embedding.default] == 2
     assert targets(traced(models.gpt2))[aten.addmm.default] == 8
     assert targets(trace(nn.RMSNorm(4), (torch.ones(2, 4),))) == {aten.rms_norm.default: 1}
 
@@ -276,8 +276,8 @@ def test_autocast_becomes_casts() -> None:
                     z = self.b(y)
                 return y * z
 
-    found = targets(assert_equal_to_eager(Model(), (torch.randn(3, 8),)))
-    assert found[aten._to_copy.default] >= 4 and found[aten.detach.default] == 1
+    counts = targets(assert_equal_to_eager(Model(), (torch.randn(3, 8),)))
+    assert counts[aten._to_copy.default] >= 4 and counts[aten.detach.default] == 1
 
 
 def test_a_mutated_buffer_is_an_output_of_its_own() -> None:

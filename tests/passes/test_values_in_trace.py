@@ -79,16 +79,16 @@ def test_a_graph_traced_with_one_mask_is_right_with_another(name: str, training:
     model = Wrapped(make(), call).train(training)
     program = trace(model, (*inputs, CAUSAL))
     for mask in (CAUSAL, OTHER):
-        found, expected = run(program, (*inputs, mask)), model(*inputs, mask)
-        assert torch.allclose(found, expected, atol=1e-5)
+        actual, expected = run(program, (*inputs, mask)), model(*inputs, mask)
+        assert torch.allclose(actual, expected, atol=1e-5)
 
 
 @pytest.mark.slow_cells("held")
 @pytest.mark.parametrize("name", ["made", "held"])
 def test_a_causal_mask_of_the_models_own(name: str) -> None:
     def call(self: Wrapped, x: Tensor) -> Any:
-        made = nn.Transformer.generate_square_subsequent_mask(6)
-        return self.inner(x, made if name == "made" else self.mask)
+        mask = nn.Transformer.generate_square_subsequent_mask(6)
+        return self.inner(x, mask if name == "made" else self.mask)
 
     model = Wrapped(encoder(), call, mask=CAUSAL)
     assert torch.allclose(run(trace(model, (X,)), (X,)), model(X), atol=1e-5)
@@ -114,10 +114,10 @@ def test_padding_that_an_encoder_in_eval_takes_out_is_refused() -> None:
     assert torch.allclose(run(trace(model, (X, PADDING)), (X, PADDING)), model(X, PADDING))
     with pytest.raises(TraceError, match=r"(?s)inner.*padded.*enable_nested_tensor=False"):
         trace(model.eval(), (X, PADDING))
-    kept = Wrapped(encoder(enable_nested_tensor=False), call).eval()
+    wrapped = Wrapped(encoder(enable_nested_tensor=False), call).eval()
     with torch.no_grad():
-        expected = kept(X, PADDING)
-    assert torch.allclose(run(trace(kept, (X, PADDING)), (X, PADDING)), expected, atol=1e-5)
+        expected = wrapped(X, PADDING)
+    assert torch.allclose(run(trace(wrapped, (X, PADDING)), (X, PADDING)), expected, atol=1e-5)
 
 
 def test_a_query_that_sees_no_key_gives_zeros_where_attention_drops_too() -> None:
@@ -125,10 +125,10 @@ def test_a_query_that_sees_no_key_gives_zeros_where_attention_drops_too() -> Non
     mask = torch.ones(4, 4, dtype=torch.bool).tril()
     mask[2] = False
     plain = (torch.tensor(1), [], [()] * 4, [2, 3, 4, 4])  # the seed, and nothing split
-    found = sharded.attention(q, k, v, mask, 0.0, False, None, *plain)
+    actual = sharded.attention(q, k, v, mask, 0.0, False, None, *plain)
     expected = nn.functional.scaled_dot_product_attention(q, k, v, mask)
-    torch.testing.assert_close(found, expected)
-    gradients = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (found, expected)]
+    torch.testing.assert_close(actual, expected)
+    gradients = [torch.autograd.grad(y.square().sum(), (q, k, v)) for y in (actual, expected)]
     torch.testing.assert_close(*gradients)
 
 
@@ -162,10 +162,10 @@ def buffers_after(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", NORMS)
 def test_statistics_are_those_of_the_module(name: str, training: bool) -> None:
     model, x = copy.deepcopy(NORMS[name][0]).train(training), NORMS[name][1]
-    found, before = buffers_after(model, x), {n: b.clone() for n, b in model.named_buffers()}
+    statistics, before = buffers_after(model, x), {n: b.clone() for n, b in model.named_buffers()}
     model(x)
     for key, value in model.named_buffers():
-        assert torch.allclose(found.get(key, before[key]), value), key
+        assert torch.allclose(statistics.get(key, before[key]), value), key
     for layout, world in (("ddp", 2), ("auto", 4)):
         autopar.verify(model, world, (x,), layout=layout)
 
@@ -184,8 +184,8 @@ class UnusedNorm(nn.Module):
 
 def test_statistics_of_a_module_that_nothing_uses() -> None:
     """Export drops an instance norm that nothing uses, with what it writes, but no batch norm."""
-    found = buffers_after(UnusedNorm(nn.BatchNorm1d(6)), ROWS)
-    assert found["norm.running_mean"].abs().max() > 0
+    statistics = buffers_after(UnusedNorm(nn.BatchNorm1d(6)), ROWS)
+    assert statistics["norm.running_mean"].abs().max() > 0
     with pytest.raises(TraceError, match=r"buffer norm.running_mean by an op whose result nothing"):
         trace(UnusedNorm(nn.InstanceNorm1d(6, track_running_stats=True)), (SERIES,))
 

@@ -63,8 +63,8 @@ def test_factors_multiply_up_to_the_dims_and_run_in_the_same_order() -> None:
                 math.prod(sizes[f] for f in names) == size
                 for names, size in zip(dims, shape, strict=True)
             ), note
-        kept = [[f for f in flat(dims) if f not in unsharded] for dims in (left, right)]
-        assert kept[0] == kept[1], note
+        split_factors = [[f for f in flat(dims) if f not in unsharded] for dims in (left, right)]
+        assert split_factors[0] == split_factors[1], note
 
 
 @pytest.mark.slow

@@ -82,10 +82,10 @@ def test_a_plan_with_its_weights_gathered_once_holds_them_between_microbatches()
     model, ids = models.Gpt(), torch.zeros(16, models.SEQUENCE, dtype=torch.long)
     plan = autopar.plan(model, 4, (ids, ids), "fsdp", microbatches=4, smaller=False)
     assert plan.gathers_once and plan.context is not None
-    held = peak_and_saved(plan.context.program, "adamw", plan.world)
+    memory = peak_and_saved(plan.context.program, "adamw", plan.world)
     whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert 0.9 * whole < held.weights < 1.05 * whole
-    assert abs(gathered_bytes(plan.context.program) - held.weights) < 0.05 * whole
+    assert 0.9 * whole < memory.weights < 1.05 * whole
+    assert abs(gathered_bytes(plan.context.program) - memory.weights) < 0.05 * whole
 
 
 def test_a_forward_that_is_derived_anew_gathers_its_own() -> None:

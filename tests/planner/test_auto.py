@@ -48,13 +48,13 @@ def slower_than_named(
     """By how much auto is modelled slower than each named layout that fits."""
     subject, batch, preset, ranks = which
     program, world = analysed(*SUBJECTS[subject](batch)), World.preset(preset, ranks)
-    auto, found = seconds(program, world, "auto"), {}
+    auto, slower = seconds(program, world, "auto"), {}
     for layout in NAMES[1:]:
         try:
-            found[layout] = auto / seconds(program, world, layout) - 1
+            slower[layout] = auto / seconds(program, world, layout) - 1
         except LayoutError:
             continue
-    return found
+    return slower
 
 
 def summed(program: Program, world: World, layout: str) -> float:
@@ -88,5 +88,5 @@ def combinations() -> list[Any]:
 def test_auto_is_not_modelled_slower_than_a_named_layout(
     seconds: Callable[[Program, World, str], float], which: tuple[str, int, str, int]
 ) -> None:
-    found = slower_than_named(seconds, *which)
-    assert found and all(slower <= 1e-3 for slower in found.values()), found
+    slower_by = slower_than_named(seconds, *which)
+    assert slower_by and all(slower <= 1e-3 for slower in slower_by.values()), slower_by

@@ -60,10 +60,10 @@ class Residual(nn.Module):
 
 
 def _chosen(name: str, layout: str, optimizer: str) -> tuple[Program, Budget]:
-    model, (args, given) = MODELS[name]()
-    program = annotate.chains(annotate.annotate(trace.trace(model, args, given)))
-    found = solve.search_meshes(program, WORLD, PlanRequest(layout))
-    return found, Budget(1e15, optimizer)
+    model, (args, kwargs) = MODELS[name]()
+    program = annotate.chains(annotate.annotate(trace.trace(model, args, kwargs)))
+    contenders = solve.search_meshes(program, WORLD, PlanRequest(layout))
+    return contenders, Budget(1e15, optimizer)
 
 
 def check_estimates(name: str, layout: str, optimizer: str) -> None:
@@ -87,9 +87,9 @@ def check_estimates(name: str, layout: str, optimizer: str) -> None:
             whole.names[:half], (), tuple(n for n in whole.names[half:] if n in whole.cheap)
         ),
     ):
-        one, other = estimate.tried(rung), whole.tried(rung)
-        assert one.memory.peak == pytest.approx(other.memory.peak, rel=0.01), rung
-        assert one.seconds == pytest.approx(other.seconds, rel=0.01, abs=1e-9), rung
+        estimated, other = estimate.tried(rung), whole.tried(rung)
+        assert estimated.memory.peak == pytest.approx(other.memory.peak, rel=0.01), rung
+        assert estimated.seconds == pytest.approx(other.seconds, rel=0.01, abs=1e-9), rung
 
 
 @pytest.mark.slow_cells("odd_block-fsdp-sgd")

@@ -60,9 +60,9 @@ def equals_trying_everything(seed: int) -> None:
     program, mesh, world = random_problem(seed)
     exact = search(program, mesh, world, AUTO).seconds
     assert brute.least(program, mesh, world) == pytest.approx(exact, rel=1e-9), seed
-    found = best(program, [(mesh, AUTO)], world)
-    assert found.seconds == pytest.approx(exact, rel=1e-6), seed
-    assert max(found.bound, *bounds_of(found)) <= exact * (1 + 1e-5), seed
+    best_plan = best(program, [(mesh, AUTO)], world)
+    assert best_plan.seconds == pytest.approx(exact, rel=1e-6), seed
+    assert max(best_plan.bound, *bounds_of(best_plan)) <= exact * (1 + 1e-5), seed
 
 
 @pytest.mark.slow_cells("0")
@@ -113,10 +113,10 @@ def test_search_equals_an_integer_program(
     model = models.Gpt(layers=1)
     ids = models.token_ids()
     program = analysed(*((model, (ids, ids), {}) if name == "gpt" else getattr(models, name)()))
-    found = Mesh.parse(mesh)
-    world = World.preset(preset, found.size)
-    least = search(program, found, world, AUTO).seconds
-    assert integer.least(program, found, world) == pytest.approx(least, rel=1e-6)
+    parsed = Mesh.parse(mesh)
+    world = World.preset(preset, parsed.size)
+    least = search(program, parsed, world, AUTO).seconds
+    assert integer.least(program, parsed, world) == pytest.approx(least, rel=1e-6)
 
 
 # -- against the exact prices ----------------------------------------------------------------------
@@ -124,10 +124,10 @@ MESHES = ("x2.y4", "x2.y2.z4", "w2.x2.y2.z2")
 
 
 def prices(name: str, mesh: str) -> tuple[Frame, Meshes, World, brute.Objective]:
-    found, program = Mesh.parse(mesh), traced(name)
-    world = World.preset("dgx-h100", found.size)
-    objective = brute.Objective(program, found, world)
-    return frame(program), Meshes([found], world), world, objective
+    parsed, program = Mesh.parse(mesh), traced(name)
+    world = World.preset("dgx-h100", parsed.size)
+    objective = brute.Objective(program, parsed, world)
+    return frame(program), Meshes([parsed], world), world, objective
 
 
 _TRACED: dict[str, Program] = {}
@@ -135,8 +135,8 @@ _TRACED: dict[str, Program] = {}
 
 def traced(name: str) -> Program:
     if name not in _TRACED:
-        made: Callable[[], models.Example] = getattr(models, name)
-        _TRACED[name] = analysed(*made())
+        make: Callable[[], models.Example] = getattr(models, name)
+        _TRACED[name] = analysed(*make())
     return _TRACED[name]
 
 
@@ -145,10 +145,10 @@ def traced(name: str) -> Program:
 @pytest.mark.parametrize("mesh", MESHES)
 def test_rated_options_cost_what_the_search_says(name: str, mesh: str) -> None:
     """Also: what is allowed here is what has strategies there."""
-    found, meshes, _, objective = prices(name, mesh)
-    costs, draw = OptionCosts(found, meshes, [AUTO]), random.Random(0)
+    parsed, meshes, _, objective = prices(name, mesh)
+    costs, draw = OptionCosts(parsed, meshes, [AUTO]), random.Random(0)
     allowed = 0
-    for variable in found.variables:
+    for variable in parsed.variables:
         if variable.region is None:
             continue
         options, seconds = costs.rated(variable)[1:]
@@ -177,10 +177,10 @@ def _exact(objective: brute.Objective, variable: Variable, joint: list[int]) -> 
     for position, name in enumerate(variable.region.nodes):
         node = objective.named[name]
         choices = tuple(variable.options[option][position].choice for option in joint)
-        found = objective.strategies(node, [choices])
-        if not found:
+        strategies = objective.strategies(node, [choices])
+        if not strategies:
             return None
-        total += objective.node_seconds(node, found[0])
+        total += objective.node_seconds(node, strategies[0])
     return total
 
 
@@ -228,8 +228,8 @@ def test_reshards_of_the_bound_cost_no_more_than_paths(mesh: str) -> None:
     above: list[bool] = []
     single: list[bool] = []
     for name in ("gpt", "llama", "t5"):
-        found, meshes, world, _ = prices(name, mesh)
-        for edge in edges_of(found):
+        parsed, meshes, world, _ = prices(name, mesh)
+        for edge in edges_of(parsed):
             drawn = moved_at_random(edge.kind, edge, meshes, world, draw)
             for moved, exact, count, slicing in drawn:
                 above.append(moved > exact * (1 + 1e-5) + 1e-12)
@@ -261,9 +261,9 @@ def moved_at_random(
 
 
 def pushed(reshards: ReshardBounds, source: list[int], target: list[int]) -> float:
-    given = np.full((len(reshards.states),) * len(source) + (1,), 1e6, dtype=np.float32)
-    given[(*(reshards.states.index(s) for s in source), 0)] = 0
-    return float(reshards.push(given)[(*(reshards.states.index(s) for s in target), 0)])
+    costs = np.full((len(reshards.states),) * len(source) + (1,), 1e6, dtype=np.float32)
+    costs[(*(reshards.states.index(s) for s in source), 0)] = 0
+    return float(reshards.push(costs)[(*(reshards.states.index(s) for s in target), 0)])
 
 
 # -- odd worlds ------------------------------------------------------------------------------------
@@ -282,8 +282,8 @@ def test_one_axis_of_1024() -> None:
     model = nn.Sequential(nn.Linear(8, 1024), nn.ReLU(), nn.Linear(1024, 8))
     program = analysed(model, (torch.randn(1024, 8),), {})
     mesh, world = Mesh.parse("x1024"), World.preset("dgx-h100", 1024)
-    found = best(program, [(mesh, AUTO)], world)
-    assert found.seconds == pytest.approx(search(program, mesh, world, AUTO).seconds, rel=1e-6)
+    best_plan = best(program, [(mesh, AUTO)], world)
+    assert best_plan.seconds == pytest.approx(search(program, mesh, world, AUTO).seconds, rel=1e-6)
 
 
 def test_a_batch_of_64_on_256_ranks() -> None:
@@ -307,9 +307,9 @@ def test_fewer_heads_than_ranks_are_planned() -> None:
 def planned(name: str) -> str:
     """The plan's JSON, less what planning took."""
     model, args, kwargs = getattr(models, name)()
-    found = autopar.plan(model, World.preset("dgx-h100", 8), args or kwargs).to_json()
-    found.pop("seconds_by_pass", None)
-    return json.dumps(found, sort_keys=True)
+    data = autopar.plan(model, World.preset("dgx-h100", 8), args or kwargs).to_json()
+    data.pop("seconds_by_pass", None)
+    return json.dumps(data, sort_keys=True)
 
 
 def digest(name: str) -> str:
@@ -322,10 +322,10 @@ def test_ties_go_alike_in_every_process(name: str) -> None:
     script = f"import sys; sys.path[:0] = {sys.path!r}; import test_bounds as t; "
     script += f"print(t.digest({name!r}))"
     command = [sys.executable, "-W", "ignore", "-c", script]
-    found = {digest(name), digest(name)}
+    digests = {digest(name), digest(name)}
     for seed in ("1", "77"):
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         assert done.returncode == 0, done.stderr[-2000:]
-        found.add(done.stdout.split()[-1])
-    assert len(found) == 1
+        digests.add(done.stdout.split()[-1])
+    assert len(digests) == 1

@@ -91,10 +91,10 @@ def attentions(plan: Plan, operand: int = 0) -> list[Layout]:
     assert plan.context is not None
     notes = plan.context.source.annotations
     assert notes is not None
-    found = [
+    layouts = [
         plan.choices[name].operands[operand] for name, rule in notes.specs.items() if rule.attends
     ]
-    return [layout for layout in found if layout is not None]
+    return [layout for layout in layouts if layout is not None]
 
 
 @pytest.mark.slow_cells("False")
@@ -115,13 +115,13 @@ def test_ranks_take_runs_of_tokens_in_turns(strided: bool) -> None:
 
 def test_every_query_lies_on_one_rank() -> None:
     places = (Place(2, 2), Place(8, 2))
-    found = [
+    queries = [
         position(local, places, (first, second))
         for local in range(4)
         for first in range(2)
         for second in range(2)
     ]
-    assert sorted(found) == list(range(16))
+    assert sorted(queries) == list(range(16))
 
 
 @pytest.mark.parametrize("ranks", [2, 8])

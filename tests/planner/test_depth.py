@@ -57,12 +57,12 @@ class Deepened(nn.Module):
         self.into = nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = []
+        outputs = []
         x = self.into(x)
         for block in self.blocks:
             x = block(x)
-            found.append(x)
-        return (sum(found) if self.skip else x).square().mean()
+            outputs.append(x)
+        return (sum(outputs) if self.skip else x).square().mean()
 
 
 class Sharing(Block):
@@ -93,11 +93,11 @@ def program_of(model: nn.Module, args: Any, options: Any = None) -> Program:
 
 def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
     if name == "gpt":
-        model, (args, given) = models.Gpt(layers=LAYERS).train(), (models.gpt()[1], {})
+        model, (args, kwargs) = models.Gpt(layers=LAYERS).train(), (models.gpt()[1], {})
     else:
-        model, args, given = models.llama(num_hidden_layers=LAYERS)
+        model, args, kwargs = models.llama(num_hidden_layers=LAYERS)
     world = World.preset("dgx-h100", ranks=ranks)
-    return solve.search_meshes(program_of(model, args, given), world, PlanRequest(layout)), world
+    return solve.search_meshes(program_of(model, args, kwargs), world, PlanRequest(layout)), world
 
 
 @pytest.mark.slow_cells("gpt-auto", "gpt-megatron-sp", "llama-*")
@@ -147,9 +147,9 @@ def check_against_full(
         Rematerialized((), (), whole.cheap),
         Rematerialized((), whole.fetching, whole.cheap),
     ):
-        one, other = estimate.tried(rung), whole.tried(rung)
-        assert one.memory.peak == pytest.approx(other.memory.peak, rel=5e-3)
-        assert one.seconds == pytest.approx(other.seconds, abs=seconds_apart)
+        estimated, other = estimate.tried(rung), whole.tried(rung)
+        assert estimated.memory.peak == pytest.approx(other.memory.peak, rel=5e-3)
+        assert estimated.seconds == pytest.approx(other.seconds, abs=seconds_apart)
 
 
 def test_only_equal_blocks_are_left_out():
@@ -186,19 +186,19 @@ def too_low(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Estimates of peaks are a tenth too low. What is filled: by how much they were found to be,
     where planning had to aim lower for it.
     """
-    honest, aim_lower, found = Estimated.memory_of, LimitedSearch.lower, list[float]()
+    honest, aim_lower, offsets = Estimated.memory_of, LimitedSearch.lower, list[float]()
 
     def less(self: Estimated, rung: Rematerialized) -> Memory:
         memory = honest(self, rung)
         return dataclasses.replace(memory, peak=0.9 * memory.peak)
 
     def lower(self: LimitedSearch, off: float) -> LimitedSearch:
-        found.append(off)
+        offsets.append(off)
         return aim_lower(self, off)
 
     monkeypatch.setattr(Estimated, "memory_of", less)
     monkeypatch.setattr(LimitedSearch, "lower", lower)
-    return found
+    return offsets
 
 
 def needs(program: Program, layout: str, recompute: Recompute) -> float:
@@ -245,7 +245,7 @@ def test_what_fits_by_an_estimate_alone_is_refused(too_low):
     """No layout of so many ranks needs less than with every block recomputed: told, not planned."""
     program = program_of(Deepened(), (torch.randn(512, 32),))
     budget = Budget(0.95 * needs(program, "fsdp", "full"))
-    found = search_plan(program, TWO, PlanRequest("fsdp", budget=budget))
+    plan = search_plan(program, TWO, PlanRequest("fsdp", budget=budget))
     assert too_low == [pytest.approx(0.9)]
     with pytest.raises(PlanError, match="every block recomputed, needs"):
-        rematerialize_to_fit(emit_program(found, TWO), TWO, budget)
+        rematerialize_to_fit(emit_program(plan, TWO), TWO, budget)

@@ -61,19 +61,19 @@ def test_every_gradient_is_alive_between_microbatches(ranks: int) -> None:
 
 @pytest.mark.slow
 def test_sums_and_the_optimizer_come_once() -> None:
-    one, four = planned("ddp", 1), planned("ddp", 4)
-    assert four.comm_bytes == pytest.approx(one.comm_bytes, rel=1e-3)
+    single, four = planned("ddp", 1), planned("ddp", 4)
+    assert four.comm_bytes == pytest.approx(single.comm_bytes, rel=1e-3)
     sums = [c for c in four.collectives if c.backward and c.kind == "all_reduce"]
     assert sum(c.bytes for c in sums) == pytest.approx(four.comm_bytes, rel=1e-3)
-    optimizer = [next(r for r in p.rows if r.subgraph == "optimizer") for p in (one, four)]
+    optimizer = [next(r for r in p.rows if r.subgraph == "optimizer") for p in (single, four)]
     assert optimizer[1].seconds == pytest.approx(optimizer[0].seconds)
 
 
 def test_weights_are_gathered_and_summed_once_where_they_fit() -> None:
-    one, four = planned("fsdp", 1), planned("fsdp", 4)
+    single, four = planned("fsdp", 1), planned("fsdp", 4)
     assert four.sums_once and four.gathers_once
     for kind in ("all_gather", "reduce_scatter"):
-        sent = [sum(c.bytes for c in p.collectives if c.kind == kind) for p in (one, four)]
+        sent = [sum(c.bytes for c in p.collectives if c.kind == kind) for p in (single, four)]
         assert sent[1] == pytest.approx(sent[0], rel=1e-3)
     step = four.timeline()
     assert step.before is not None and step.times == 3
@@ -108,15 +108,15 @@ def test_microbatches_are_taken_before_blocks_are_computed_again() -> None:
         ids = torch.zeros(64, 512, dtype=torch.long)
     free = autopar.plan(model, WORLD, (ids, ids), "ddp", smaller=False)
     limit = 0.7 * free.peak_bytes / 0.92
-    one, best = (
+    single, best = (
         autopar.plan(
             model, WORLD, (ids, ids), "ddp", memory=limit, smaller=False, microbatches=count
         )
         for count in (1, "auto")
     )
-    assert one.recompute and one.microbatches == 1
+    assert single.recompute and single.microbatches == 1
     assert best.microbatches > 1 and not best.recompute
-    assert best.step_seconds < one.step_seconds
+    assert best.step_seconds < single.step_seconds
     assert best.peak_bytes <= (best.device_limit or 0)
 
 

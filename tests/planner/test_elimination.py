@@ -126,19 +126,19 @@ def layers(count: int, shared: bool) -> tuple[list[int], list[Table]]:
 def test_layers_that_share_their_tables_are_worked_out_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = []
+    calls = []
     spread = elimination.spread
-    monkeypatch.setattr(elimination, "spread", lambda *a: (made.append(a), spread(*a))[1])
+    monkeypatch.setattr(elimination, "spread", lambda *a: (calls.append(a), spread(*a))[1])
     memo: Memo = {}
     shared = minimise(*layers(64, shared=True), memo)
-    work = len(made)
-    made.clear()
+    work = len(calls)
+    calls.clear()
     assert minimise(*layers(64, shared=False)) == shared
     # The branches are one elimination for all layers; only the chain of streams is left.
-    assert (work, len(made)) == (2 + 3 * 64, (2 + 3) * 64)
-    made.clear()
+    assert (work, len(calls)) == (2 + 3 * 64, (2 + 3) * 64)
+    calls.clear()
     assert minimise(*layers(64, shared=True)) == shared
-    assert len(made) == work
+    assert len(calls) == work
 
 
 def test_a_memo_carries_over_and_never_confuses_new_tables_with_old() -> None:

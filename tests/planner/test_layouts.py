@@ -74,8 +74,8 @@ def example(name: str) -> tuple[nn.Module, Any]:
     """
     if name not in _examples:
         base, _, variant = name.partition(" ")
-        made = globals().get(base) or getattr(models, base)
-        model, args, kwargs = made()
+        build = globals().get(base) or getattr(models, base)
+        model, args, kwargs = build()
         _examples[name] = in_threes(base, model) if variant else (model, args or kwargs)
     return _examples[name]
 
@@ -312,8 +312,8 @@ def test_a_hybrid_is_what_each_part_says() -> None:
     (axis,) = plan.mesh.names
     wanted = {"attention": f"{axis}→m", "up": f"{axis}→n", "down": f"{axis}→k"}
     rows = [(row.subgraph.split("."), row.layout) for row in plan.rows]
-    found = [(parts[-1], layout) for parts, layout in rows if parts[-1] in wanted]
-    assert set(found) == wanted.items()
+    layouts = [(parts[-1], layout) for parts, layout in rows if parts[-1] in wanted]
+    assert set(layouts) == wanted.items()
 
 
 def test_a_hybrid_has_the_panels_of_its_grid() -> None:
@@ -338,7 +338,9 @@ def most_digits(plan: Plan) -> int:
 
 @pytest.mark.slow_cells("gpt-ddp")
 @pytest.mark.slow_cells("gpt-3d", "gpt-4d", "gpt-fsdp", "gpt-megatron-sp", "gpt-megatron", "t5-4d")
-@pytest.mark.parametrize(("name", "layout"), [*(("gpt", one) for one in CROWDED), ("t5", "4d")])
+@pytest.mark.parametrize(
+    ("name", "layout"), [*(("gpt", layout) for layout in CROWDED), ("t5", "4d")]
+)
 def test_three_axes_on_one_dim(name: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Storage is made dear, so that parameters are split as far as their layout allows."""
     monkeypatch.setattr(

@@ -40,8 +40,8 @@ OPTIMIZER = "adamw"
 
 # -- against trying everything ---------------------------------------------------------------------
 def peak_of(program: Program, plan: Plan, world: World) -> float:
-    made = emit_program(dataclasses.replace(program, plan=plan), world)
-    return peak(made, OPTIMIZER, world).peak
+    emitted = emit_program(dataclasses.replace(program, plan=plan), world)
+    return peak(emitted, OPTIMIZER, world).peak
 
 
 def drawn_limit(program: Program, world: World, draw: random.Random) -> float:
@@ -65,19 +65,19 @@ def fits_and_is_the_fastest(seed: int) -> None:
     """
     program, _, world = random_problem(seed)
     limit = drawn_limit(program, world, random.Random(seed))
-    found = search_plan(
+    result = search_plan(
         program, world, PlanRequest("auto", budget=Budget(limit, OPTIMIZER, "none"))
     ).plan
-    assert found is not None
-    assert peak_of(program, found, world) <= limit, seed
-    assert found.bound <= found.seconds
-    if found.limit is not None:
-        assert found.bound == pytest.approx(found.seconds, rel=1e-9), seed
-    below = found.seconds * (1 - 1e-9) if found.limit is not None else 0.0
+    assert result is not None
+    assert peak_of(program, result, world) <= limit, seed
+    assert result.bound <= result.seconds
+    if result.limit is not None:
+        assert result.bound == pytest.approx(result.seconds, rel=1e-9), seed
+    below = result.seconds * (1 - 1e-9) if result.limit is not None else 0.0
     for mesh, _ in candidates("auto", world.ranks, program):
         for plan in brute.faster(program, mesh, world, below):
             needs = peak_of(program, plan, world)
-            assert needs > limit, (seed, plan.seconds, found.seconds, needs, limit)
+            assert needs > limit, (seed, plan.seconds, result.seconds, needs, limit)
 
 
 @pytest.mark.slow_cells("0")
@@ -96,18 +96,18 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
         program, world, PlanRequest("auto", budget=Budget(None, OPTIMIZER, "none"))
     ).plan
     assert free is not None
-    given = list(candidates("auto", world.ranks, program))
-    frugal = best(program, given, world, price=Price(ActivationMemory(program), 1.0))
+    pairs = list(candidates("auto", world.ranks, program))
+    frugal = best(program, pairs, world, price=Price(ActivationMemory(program), 1.0))
     least, most = (peak_of(program, plan, world) for plan in (frugal, free))
     limit = least + part * (most - least)
-    found = search_plan(
+    result = search_plan(
         program, world, PlanRequest("auto", budget=Budget(limit, OPTIMIZER, "none"))
     ).plan
-    assert found is not None and found.memory is not None and found.memory.peak <= limit < most
+    assert result is not None and result.memory is not None and result.memory.peak <= limit < most
     # equal where the bound that knows no limit is the better one
-    assert free.bound <= found.bound <= found.seconds
-    said = "within this memory" if found.bound > free.bound else "of unlimited memory"
-    assert said in (found.table().title or "")
+    assert free.bound <= result.bound <= result.seconds
+    said = "within this memory" if result.bound > free.bound else "of unlimited memory"
+    assert said in (result.table().title or "")
 
 
 @pytest.mark.slow
@@ -127,9 +127,9 @@ def test_bytes_have_the_price_of_saving_them(
     free = search_plan(program, world, PlanRequest("4d")).plan
     assert free is not None
     limit = 0.8 * peak_of(program, free, world)
-    found = search_plan(program, world, PlanRequest("4d", budget=Budget(limit, OPTIMIZER, "auto")))
-    assert found.plan is not None and found.plan.peak_bytes <= limit
-    assert any((found.plan.recompute, found.plan.regather, found.plan.rerun))
+    result = search_plan(program, world, PlanRequest("4d", budget=Budget(limit, OPTIMIZER, "auto")))
+    assert result.plan is not None and result.plan.peak_bytes <= limit
+    assert any((result.plan.recompute, result.plan.regather, result.plan.rerun))
     assert len(prices) == 1 and prices[0] > 0
 
 
@@ -153,12 +153,12 @@ def test_the_cheapest_of_all_rungs_is_found(
     rungs = prefixes(every.names, every.fetching, every.cheap)
     tried = [every.tried(rung) for rung in dict.fromkeys(rungs)]
     for limit in sorted({each.memory.peak for each in tried}):
-        found = RematerializationSteps(emitted, world, Budget(limit, OPTIMIZER)).best()
+        best_rung = RematerializationSteps(emitted, world, Budget(limit, OPTIMIZER)).best()
         least = min(each.seconds for each in tried if each.memory.peak <= limit)
-        assert found.memory.peak <= limit
-        if found.rung != every.start:
-            assert found.seconds == pytest.approx(least, rel=1e-9), (limit, found.rung)
-            used |= {kind for kind, names in found.rung._asdict().items() if names}
+        assert best_rung.memory.peak <= limit
+        if best_rung.rung != every.start:
+            assert best_rung.seconds == pytest.approx(least, rel=1e-9), (limit, best_rung.rung)
+            used |= {kind for kind, names in best_rung.rung._asdict().items() if names}
     assert used == kinds
 
 
@@ -188,7 +188,7 @@ class Drawn(RematerializationSearch):
         return sum(s * len(names) for s, names in zip(self.each_s, rung, strict=True))
 
     def memory_of(self, rung: Rematerialized) -> Memory:
-        taken = [self.bytes[n][way] for way, names in enumerate(rung) for n in names]
+        taken = [self.bytes[n][level] for level, names in enumerate(rung) for n in names]
         peak = 100.0 - 80.0 / (6 * len(self.names)) * sum(taken)
         return Memory(0.0, 0.0, 0.0, peak, 0.0, peak)
 
@@ -197,14 +197,14 @@ class Drawn(RematerializationSearch):
 def test_the_cheapest_of_drawn_rungs_is_found(seed: int) -> None:
     draw = random.Random(seed)
     search = Drawn(draw, draw.randint(1, 40))
-    found, looked_at = search.best(), len(search.known)
+    cheapest, looked_at = search.best(), len(search.known)
     rungs = prefixes(search.names, search.fetching, search.cheap)
-    fitting = [x for x in map(search.tried, rungs) if search.budget.fits(x.memory)]
-    if fitting:
-        least = min(each.seconds for each in fitting)
-        assert search.budget.fits(found.memory) and found.seconds == pytest.approx(least)
+    within = [x for x in map(search.tried, rungs) if search.budget.fits(x.memory)]
+    if within:
+        least = min(each.seconds for each in within)
+        assert search.budget.fits(cheapest.memory) and cheapest.seconds == pytest.approx(least)
     else:
-        assert found.memory.peak == min(each.memory.peak for each in search.known.values())
+        assert cheapest.memory.peak == min(each.memory.peak for each in search.known.values())
     assert looked_at <= 40  # of up to 320
 
 
@@ -236,7 +236,7 @@ def test_ranked_gives_all_within_the_cap_in_order(seed: int) -> None:
     draw = random.Random(seed)
     sizes, tables, bytes_of = random_tables(draw)
     cap = draw.uniform(0, len(sizes)) if seed % 4 else float("inf")
-    found = list(by_cost(sizes, tables, [(bytes_of, cap)]))
+    solutions = list(by_cost(sizes, tables, [(bytes_of, cap)]))
     wanted = sorted(everything(sizes, tables, bytes_of, cap))
-    np.testing.assert_allclose([cost for cost, _ in found], wanted, rtol=1e-12)
-    assert len({tuple(values) for _, values in found}) == len(wanted)
+    np.testing.assert_allclose([cost for cost, _ in solutions], wanted, rtol=1e-12)
+    assert len({tuple(values) for _, values in solutions}) == len(wanted)

@@ -46,15 +46,15 @@ def several() -> list[Contender]:
 
 def contenders(least: Contender, request: PlanRequest, name: str = "") -> solve.Contenders:
     """All plans beside the one that counts as that of the least sum."""
-    made = solve.Contenders(least.program, ShortenedModel(program(), WORLD), request)
-    for one in several():
-        made.enter(DeepModel(one.program), name)
-    return made
+    entered = solve.Contenders(least.program, ShortenedModel(program(), WORLD), request)
+    for rival in several():
+        entered.enter(DeepModel(rival.program), name)
+    return entered
 
 
 @pytest.mark.slow
 def test_the_shortest_step_comes_first() -> None:
-    steps = [simulate.simulate_plan(one.program, WORLD) for one in several()]
+    steps = [simulate.simulate_plan(rival.program, WORLD) for rival in several()]
     assert steps == sorted(steps) and len(steps) > 1
 
 
@@ -66,7 +66,7 @@ def test_the_sum_is_not_what_a_step_takes() -> None:
         summed.program, WORLD
     )
     mesh, rules = next(
-        one for one in candidates("auto", WORLD.ranks, program()) if one[0] == summed.plan.mesh
+        pair for pair in candidates("auto", WORLD.ranks, program()) if pair[0] == summed.plan.mesh
     )
     least = search(program(), mesh, WORLD, rules).seconds  # among all options, not the near ones
     assert first.plan.seconds > summed.plan.seconds == pytest.approx(least, rel=1e-9)
@@ -75,14 +75,14 @@ def test_the_sum_is_not_what_a_step_takes() -> None:
 
 @pytest.mark.slow
 def test_what_holds_more_than_the_memory_for_sure_is_not_run() -> None:
-    held = MidstepMemory(program(), "adamw")
-    sizes = [activation_bytes(held, one.plan) for one in several()]
+    memory = MidstepMemory(program(), "adamw")
+    sizes = [activation_bytes(memory, rival.plan) for rival in several()]
     limit, most = (min(sizes) + max(sizes)) / 2, several()[sizes.index(max(sizes))]
     others = contenders(most, PlanRequest(budget=Budget(limit)))
     run = simulate.most_promising(others, others.request)
-    left = {id(one.program) for one in run} - {id(most.program)}
-    fitting = zip(several(), sizes, strict=True)
-    assert left <= {id(one.program) for one, size in fitting if size <= limit}
+    left = {id(rival.program) for rival in run} - {id(most.program)}
+    sized = zip(several(), sizes, strict=True)
+    assert left <= {id(rival.program) for rival, size in sized if size <= limit}
     assert left and others.least_sum in run
 
 
@@ -124,9 +124,9 @@ def contender(least_step: float, exposed: float, name: str) -> Contender:
     full = exposed + (least_step - exposed) / solve.shares(WORLD)[-1]
     program = SimpleNamespace(name=name, plan=SimpleNamespace(seconds=full))
     deep: Any = SimpleNamespace(program=program, runs=())
-    made = Contender(deep, least_step)
-    assert simulate.exposed_seconds(made, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
-    return made
+    result = Contender(deep, least_step)
+    assert simulate.exposed_seconds(result, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
+    return result
 
 
 def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
@@ -142,12 +142,12 @@ def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
 
     monkeypatch.setattr(simulate, "_step", step)
     monkeypatch.setattr(simulate, "_blocks_of_step", lambda deep: deep)
-    given = [
+    rivals = [
         contender(2.0, 1.9, "slow"), contender(1.0, 0.9, "first"), contender(1.3, 0.95, "leans"),
         contender(1.05, 1.04, "near"), contender(1.4, 1.3, "slower"),
     ]  # fmt: skip
-    found = [one.deep.program.name for one in simulate._by_step(given, WORLD, {})]
-    assert found == ["leans", "first", "near", "slower", "slow"]
+    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, {})]
+    assert names == ["leans", "first", "near", "slower", "slow"]
     assert simulated == ["first", "near", "leans"]
 
 
@@ -161,11 +161,11 @@ def test_what_is_exposed_by_the_sum_may_be_less_in_steps_of_many_small_collectiv
     monkeypatch.setattr(simulate, "_step", lambda deep, _: steps[deep.program.name])
     monkeypatch.setattr(simulate, "_blocks_of_step", lambda deep: deep)
     known: dict[Contender, float] = {}
-    given = [contender(1.0, 0.97, "first"), contender(1.05, 1.02, "next"),
+    rivals = [contender(1.0, 0.97, "first"), contender(1.05, 1.02, "next"),
              contender(1.3, 1.25, "far")]  # fmt: skip
-    found = [one.deep.program.name for one in simulate._by_step(given, WORLD, known)]
-    assert found == ["next", "first", "far"]
-    assert [one.deep.program.name for one in known] == ["first", "next"]
+    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, known)]
+    assert names == ["next", "first", "far"]
+    assert [rival.deep.program.name for rival in known] == ["first", "next"]
 
 
 def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
@@ -185,31 +185,31 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
     )
     monkeypatch.setattr(simulate, "emit_program", lambda program, _: program)
     monkeypatch.setattr(simulate, "bucket_seconds", bucket_seconds)
-    given = [contender(1.0, 0.9, name) for name in estimates]
-    found = [one.deep.program.name for one in simulate._by_step(given, WORLD, {})]
-    assert found == ["b", "c", "a"] and looked == ["a", "b"]
+    rivals = [contender(1.0, 0.9, name) for name in estimates]
+    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, {})]
+    assert names == ["b", "c", "a"] and looked == ["a", "b"]
 
 
 @pytest.mark.slow
 def test_what_leans_on_overlap_is_tried_under_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
-    given, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
+    traced_gpt, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
     others = solve.Contenders(
-        solve.search_meshes(given, world, PlanRequest("ddp")),
-        ShortenedModel(given, world),
+        solve.search_meshes(traced_gpt, world, PlanRequest("ddp")),
+        ShortenedModel(traced_gpt, world),
         PlanRequest(),
     )
     others.take_named("3d")
-    seconds = [one.least_step for one in others.all.values() if one.plan.layout == "3d"]
+    seconds = [rival.least_step for rival in others.all.values() if rival.plan.layout == "3d"]
     assert min(seconds) < solve.NEAR * others.least_step < max(seconds)
 
 
 def test_every_plan_has_its_real_price() -> None:
-    for one in several():
-        assert one.program.counting == IN_FULL
-        assert sum(cost_terms(program(), one.plan, WORLD).values()) == pytest.approx(
-            one.plan.seconds
+    for rival in several():
+        assert rival.program.counting == IN_FULL
+        assert sum(cost_terms(program(), rival.plan, WORLD).values()) == pytest.approx(
+            rival.plan.seconds
         )
 
 
@@ -218,10 +218,10 @@ def test_every_plan_has_its_real_price() -> None:
 def test_a_share_lowers_the_bound_with_the_price(share: float) -> None:
     """The bound stays one where weights count less: of each mesh, what the search finds."""
     light = solve.with_share(program(), share)
-    given = list(candidates("auto", WORLD.ranks, light))
-    found, whole = (best(p, given, WORLD) for p in (light, program()))
-    assert found.bound <= found.seconds * (1 + 1e-6) < whole.seconds
-    assert found.bound == pytest.approx(found.seconds, rel=1e-2)
+    pairs = list(candidates("auto", WORLD.ranks, light))
+    light_plan, whole = (best(p, pairs, WORLD) for p in (light, program()))
+    assert light_plan.bound <= light_plan.seconds * (1 + 1e-6) < whole.seconds
+    assert light_plan.bound == pytest.approx(light_plan.seconds, rel=1e-2)
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def test_what_a_plan_depends_on_names_its_file(folder: Path, searches: Searches)
     planned()
     slower = World.of(4)
     slower = replace(slower, levels=(replace(slower.levels[0], bytes_per_s=1e6),))
-    for number, asked in enumerate(
+    for number, arguments in enumerate(
         (
             {"world": 2}, {"world": slower}, {"rows": 32}, {"layout": "megatron"},
             {"overlap": False}, {"outputs": "sharded"}, {"reduce_dtype": "float32"},
@@ -87,8 +87,8 @@ def test_what_a_plan_depends_on_names_its_file(folder: Path, searches: Searches)
         ),
         start=2,
     ):  # fmt: skip
-        planned(**asked)  # type: ignore[arg-type]
-        assert searches.count == len(list(folder.iterdir())) == number, asked
+        planned(**arguments)  # type: ignore[arg-type]
+        assert searches.count == len(list(folder.iterdir())) == number, arguments
 
 
 @pytest.mark.slow

@@ -34,14 +34,14 @@ def plan(layers: int, ranks: int, layout: str) -> None:
         ids = torch.zeros(64, 4096, dtype=torch.int64)
     started = time.process_time()
     inputs = {"input_ids": ids, "labels": ids.clone()}
-    made = autopar.plan(model, ranks, inputs, layout=layout)
+    result = autopar.plan(model, ranks, inputs, layout=layout)
     facts = {
         "seconds": time.process_time() - started,
         "GB": peak(),
-        "ranks": made.mesh.size,
-        "passes": made.seconds_by_pass,
-        "parameters": len(made.stored),
-        "modelled": [made.seconds, made.comm_bytes, made.peak_bytes],
+        "ranks": result.mesh.size,
+        "passes": result.seconds_by_pass,
+        "parameters": len(result.stored),
+        "modelled": [result.seconds, result.comm_bytes, result.peak_bytes],
         "group": torch.distributed.is_initialized(),
         "meta": all(p.is_meta for p in model.parameters()),
     }

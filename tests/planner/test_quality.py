@@ -11,20 +11,20 @@ from benchmarks.planning.__main__ import named
 
 @pytest.mark.slow
 def test_a_gpt_sends_less_over_the_link_than_a_two_level_sum_of_its_gradients() -> None:
-    found = quality.gpt()
-    assert 50 < found["MB"] < quality.TWO_LEVEL_MB
+    figures = quality.gpt()
+    assert 50 < figures["MB"] < quality.TWO_LEVEL_MB
 
 
 @pytest.mark.slow
 def test_by_the_peers_own_prices_less_is_moved_than_by_the_peer() -> None:
     """Sums of gradients in float32; the price of the plan is as good as proven to be the least."""
     world = quality.by_peers_prices()
-    found = quality.planned(named("llama3-8b", 64, 4)(), world, str(quality.MESH), torch.float32)
-    sent = found.gigabytes()
-    assert sent.total() == pytest.approx(found.plan.comm_bytes / 1e9)
+    planned = quality.planned(named("llama3-8b", 64, 4)(), world, str(quality.MESH), torch.float32)
+    sent = planned.gigabytes()
+    assert sent.total() == pytest.approx(planned.plan.comm_bytes / 1e9)
     assert sent.total() < 3.3 < quality.PEER_GB
     assert sent["sums of gradients"] == pytest.approx(2 * sent["gathers of weights"], rel=0.1)
-    assert found.plan.gap < 1e-3
+    assert planned.plan.gap < 1e-3
 
 
 def test_the_peers_prices_are_torchs() -> None:

@@ -31,8 +31,8 @@ def program() -> Program:
 def test_shares_are_bounded_as_each_by_itself(program: Program) -> None:
     """What a share leaves of the seconds, and the options near the least, hang on no neighbour."""
     world = World.preset("ethernet-25g", 16)
-    given = [(Mesh.parse(name), Constraint("auto")) for name in ("x2.y8", "x4.y4")]
-    columns = [(pair, share) for share in SHARES for pair in given]
+    pairs = [(Mesh.parse(name), Constraint("auto")) for name in ("x2.y8", "x4.y4")]
+    columns = [(pair, share) for share in SHARES for pair in pairs]
     together = pass_messages(
         with_share(program, SHARES[0]),
         [pair for pair, _ in columns],
@@ -53,22 +53,22 @@ def test_shares_are_bounded_as_each_by_itself(program: Program) -> None:
 @pytest.mark.slow
 def test_plans_at_shares_are_those_found_one_by_one(program: Program) -> None:
     world = World.preset("ethernet-25g", 16)
-    given = list(candidates("auto", 16, program))[:12]
+    pairs = list(candidates("auto", 16, program))[:12]
     programs = [with_share(program, share) for share in SHARES]
     for share, plan in zip(
-        programs, best_at_shares(programs, given, len(given), world), strict=True
+        programs, best_at_shares(programs, pairs, len(pairs), world), strict=True
     ):
-        alone = quick_best(share, given, world)
+        alone = quick_best(share, pairs, world)
         assert plan.seconds == pytest.approx(alone.seconds, rel=3e-3)
         assert alone.bound <= alone.seconds
 
 
 def test_few_meshes_under_rules_are_all_searched(program: Program) -> None:
     world = World.preset("ethernet-25g", 16)
-    given = list(candidates("4d", 16, program))[:5]
-    found = quick_best(program, given, world)
-    bounds = bounds_of(found)
-    assert len(bounds) == 5 and found.seconds == min(bounds)
+    pairs = list(candidates("4d", 16, program))[:5]
+    best_plan = quick_best(program, pairs, world)
+    bounds = bounds_of(best_plan)
+    assert len(bounds) == 5 and best_plan.seconds == min(bounds)
 
 
 def test_of_meshes_that_promise_the_same_the_one_of_fewest_axes_comes_first() -> None:

@@ -77,9 +77,9 @@ def test_another_limit_pays_for_what_fits_alone(calls: Counter[str]) -> None:
     search_plan(traced, WORLD, within(None))
     calls.clear()
     limited = within(0.7 * peak_of(traced))
-    found = search_plan(traced, WORLD, limited).plan
+    plan = search_plan(traced, WORLD, limited).plan
     assert calls.keys() <= {"build", "_step"}  # weights gathered again; others that may fit
-    assert found == search_plan(program(), WORLD, limited).plan
+    assert plan == search_plan(program(), WORLD, limited).plan
 
 
 def peak_of(traced: Program) -> float:
@@ -93,9 +93,9 @@ def test_another_world_pays_for_its_searches_alone(calls: Counter[str]) -> None:
     traced, other = program(), World.preset("laptop", 4)
     search_plan(traced, WORLD, within(None))
     calls.clear()
-    found = search_plan(traced, other, within(None)).plan
+    plan = search_plan(traced, other, within(None)).plan
     assert calls.keys() == {"best_within", "best_at_shares", "_step"}
-    assert found == search_plan(program(), other, within(None)).plan
+    assert plan == search_plan(program(), other, within(None)).plan
 
 
 @pytest.mark.slow
@@ -103,8 +103,8 @@ def test_named_layouts_of_a_report_share_one_graph_of_factors(calls: Counter[str
     model, args, _ = models.gpt()
     plan = autopar.plan(model, WORLD, args, smaller=False)
     calls.clear()
-    found = alternatives(plan)
-    assert len([each for each in found if each.seconds is not None]) > 4
+    others = alternatives(plan)
+    assert len([each for each in others if each.seconds is not None]) > 4
     assert not calls.keys() & {"build", "block_looks", "dim_kinds", "annotate"}
 
 

@@ -34,11 +34,11 @@ def program() -> Program:
 @pytest.mark.slow_cells("4d", "auto")
 @pytest.mark.parametrize("layout", ["auto", "4d", "ddp"])  # of ddp there is one mesh
 def test_as_good_as_searched_on_the_full_model(layout: str) -> None:
-    shallow, given = ShortenedModel(program(), WORLD), list(candidates(layout, 4, program()))
-    assert len(list(shallow.deep.longer.module.graph.nodes)) < len(
+    shortened, pairs = ShortenedModel(program(), WORLD), list(candidates(layout, 4, program()))
+    assert len(list(shortened.deep.longer.module.graph.nodes)) < len(
         list(program().module.graph.nodes)
     )
-    deep = shallow.chosen(shallow.best(given), PlanRequest())
+    deep = shortened.chosen(shortened.best(pairs), PlanRequest())
     solve.check_choices(deep.program)
     emit_program(deep.program, WORLD)
     plan, whole = (
@@ -52,12 +52,12 @@ def test_as_good_as_searched_on_the_full_model(layout: str) -> None:
 
 
 def test_of_two_meshes_the_one_that_is_better_for_the_full_model() -> None:
-    shallow, given = ShortenedModel(program(), WORLD), list(candidates("4d", 4, program()))
-    near = promising(shallow.bounds(given), given, 2)
-    each = [shallow.chosen(shallow.plan([one]), PlanRequest()).program.plan for one in near]
+    shortened, pairs = ShortenedModel(program(), WORLD), list(candidates("4d", 4, program()))
+    near = promising(shortened.bounds(pairs), pairs, 2)
+    each = [shortened.chosen(shortened.plan([pair]), PlanRequest()).program.plan for pair in near]
     least = min(plan.seconds for plan in each if plan is not None)
-    found = shallow.chosen(shallow.best(given), PlanRequest()).program.plan
-    assert len(each) == 2 and found is not None and found.seconds == pytest.approx(least)
+    best_plan = shortened.chosen(shortened.best(pairs), PlanRequest()).program.plan
+    assert len(each) == 2 and best_plan is not None and best_plan.seconds == pytest.approx(least)
 
 
 def test_a_run_of_blocks_ends_where_layouts_do() -> None:
@@ -69,5 +69,5 @@ def test_a_run_of_blocks_ends_where_layouts_do() -> None:
     assert deep.under(plan).runs == deep.runs
     name = next(n.name for n in deep.blocks[run[2][0]] if n.op == "placeholder")
     odd = replace(plan, stored={k: v for k, v in plan.stored.items() if k != name})
-    assert all(run[2] not in one for one in deep.under(odd).runs)
+    assert all(run[2] not in run_blocks for run_blocks in deep.under(odd).runs)
     assert sum_of_blocks(deep.under(plan), WORLD) == pytest.approx(plan.seconds, rel=1e-6)

@@ -62,24 +62,24 @@ def test_a_runner_up_holds_what_it_would_as_a_plan() -> None:
     answer = plan.why("linear")
     assert answer.peak_bytes == plan.peak_bytes and answer.runners
     for runner in answer.runners:
-        made = renew_plan(
+        renewed = renew_plan(
             model, dataclasses.replace(runner.plan, fingerprint=plan.fingerprint), args
         )
-        assert made.memory is not None and plan.memory is not None
-        assert made.memory.waiting == pytest.approx(plan.memory.waiting + runner.more_bytes)
-        assert made.seconds == pytest.approx(plan.seconds + runner.more_seconds)
+        assert renewed.memory is not None and plan.memory is not None
+        assert renewed.memory.waiting == pytest.approx(plan.memory.waiting + runner.more_bytes)
+        assert renewed.seconds == pytest.approx(plan.seconds + runner.more_seconds)
 
 
 @pytest.mark.slow
 def test_all_layers_at_once() -> None:
     model, args, _ = gpt()
     plan = autopar.plan(model, WORLD, args)
-    one, all_ = plan.why("blocks.0.up"), plan.why("blocks.*.up")
+    single, all_ = plan.why("blocks.0.up"), plan.why("blocks.*.up")
     names = [n for n, c in plan.choices.items() if n in ("linear_2", "linear_6")]
     assert len(names) == 2
     for runner in all_.runners:
         assert len({runner.plan.choices[n].splits for n in names}) == 1
-    shared = {r.layout for r in one.runners} & {r.layout for r in all_.runners}
+    shared = {r.layout for r in single.runners} & {r.layout for r in all_.runners}
     assert shared
 
 

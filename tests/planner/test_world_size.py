@@ -38,8 +38,8 @@ def test_a_smaller_world_must_fit() -> None:
     """What one rank cannot hold is no advice."""
     model, args, _ = mlp()
     alone = autopar.plan(model, 1, args)
-    made = autopar.plan(model, 4, args, memory=alone.peak_bytes * 0.99)
-    assert made.smaller is None or made.smaller[0] > 1
+    plan = autopar.plan(model, 4, args, memory=alone.peak_bytes * 0.99)
+    assert plan.smaller is None or plan.smaller[0] > 1
 
 
 def test_no_smaller_world_where_computing_is_all() -> None:

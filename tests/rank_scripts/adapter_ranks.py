@@ -93,8 +93,8 @@ def by_accelerate() -> dict[str, Any]:
             losses.append(loss.item())
             rates.append(schedule.get_last_lr()[0])
     refused = refusal(lambda: autopar.prepare(accelerator, fresh()))
-    kept = accelerator.unwrap_model(model) is par and model is par and same == [1]
-    return {"losses": losses, "as it was": kept, "rates": rates, "refused": refused}
+    same_model = accelerator.unwrap_model(model) is par and model is par and same == [1]
+    return {"losses": losses, "as it was": same_model, "rates": rates, "refused": refused}
 
 
 def by_fabric() -> dict[str, Any]:

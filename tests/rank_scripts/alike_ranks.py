@@ -45,10 +45,10 @@ def rows(seed: int = 5, count: int = 12) -> Tensor:
 
 
 def warned(work: Any) -> tuple[Any, list[str]]:
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as recorded:
         warnings.simplefilter("always")
         result = work()
-    return result, [str(w.message) for w in found if "sync_parameters" in str(w.message)]
+    return result, [str(w.message) for w in recorded if "sync_parameters" in str(w.message)]
 
 
 # -- parameters ------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def requests() -> Facts:
         call = caught(lambda: autopar.parallelize(net(), **usual))
         facts["rules of your own"] = everywhere(call)
     alike = {**usual, "world": (None, size, autopar.World.detect())[rank % 3]}
-    found = autopar.parallelize(net(), **alike)(rows())
-    facts["alike"] = everywhere(float(found.detach()))
+    loss = autopar.parallelize(net(), **alike)(rows())
+    facts["alike"] = everywhere(float(loss.detach()))
     return facts
 
 

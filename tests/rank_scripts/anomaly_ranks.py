@@ -53,18 +53,18 @@ def task(layout: str) -> Facts:
     facts: Facts = {}
     for name, options in OPTIONS.items() if layout == "fsdp" else [("plain", {})]:
         torch.manual_seed(3)
-        x, held = torch.randn(8, 16), name == "no_sync"
+        x, deferred = torch.randn(8, 16), name == "no_sync"
         right = Rooted(1.0)
         par = autopar.parallelize(copy.deepcopy(right), inputs=(x,), layout=layout, **options)
         with torch.autograd.detect_anomaly():
-            found = gradients(par, x, held)
+            summed = gradients(par, x, deferred)
         expected = gradients(right, x)
-        errors = [float((found[n] - (1 + held) * g).abs().max()) for n, g in expected.items()]
+        errors = [float((summed[n] - (1 + deferred) * g).abs().max()) for n, g in expected.items()]
         par = autopar.parallelize(Rooted(0.0), inputs=(x,), layout=layout, **options)
         said: list[str] = []
         with warnings.catch_warnings(record=True) as shown, torch.autograd.detect_anomaly():
             warnings.simplefilter("always")
-            with par.no_sync() if held else contextlib.nullcontext():
+            with par.no_sync() if deferred else contextlib.nullcontext():
                 try:
                     par(x).backward()
                 except RuntimeError as error:

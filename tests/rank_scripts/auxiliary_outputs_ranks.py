@@ -55,8 +55,8 @@ def wrong(model: nn.Module, par: Any, args: Any, loss: Loss) -> float:
     expected = dict(model.named_parameters())
     errors = []
     for name, parameter in par.named_parameters():
-        found, right = joined(parameter.grad, par.layout(name)), expected[name].grad
-        errors.append(float((found - right).abs().max() / right.abs().max().clamp(min=1e-2)))
+        gradient, right = joined(parameter.grad, par.layout(name)), expected[name].grad
+        errors.append(float((gradient - right).abs().max() / right.abs().max().clamp(min=1e-2)))
     return max(errors)
 
 

@@ -68,7 +68,7 @@ def callable_backend() -> Facts:
 
     facts = trained_case("small", "fsdp", keep, True)
     names = [{str(n.target) for n in graph.graph.nodes} for graph in graphs]
-    facts["waits"] = [any("wait_tensor" in name for name in found) for found in names]
+    facts["waits"] = [any("wait_tensor" in name for name in group) for group in names]
     return facts
 
 
@@ -119,7 +119,7 @@ def again(backend: str | None) -> Facts:
     as fits a limit, as they stand, too.
     """
     cells = itertools.product(("fsdp", "4d"), ("gathers", "selective", "full"))
-    found = {
+    cases = {
         f"{layout} {how}": trained_case("gpt", layout, backend, True, recompute=how)
         for layout, how in cells
     }
@@ -127,17 +127,17 @@ def again(backend: str | None) -> Facts:
     plan = autopar.plan(model, None, inputs, "fsdp", recompute="none", smaller=False)
     for overlap in (True, False):
         limit = 0.8 * plan.peak_bytes
-        found[f"limit {overlap}"] = trained_case("gpt", "fsdp", backend, overlap, memory=limit)
-    return found
+        cases[f"limit {overlap}"] = trained_case("gpt", "fsdp", backend, overlap, memory=limit)
+    return cases
 
 
 def matrix(backend: str | None) -> Facts:
     cells = itertools.product(("gpt", "llama"), LAYOUTS, (False, True))
-    found = {}
+    cases = {}
     for name, layout, overlap in cells:
-        found[f"{name} {layout} {overlap}"] = trained_case(name, layout, backend, overlap)
+        cases[f"{name} {layout} {overlap}"] = trained_case(name, layout, backend, overlap)
         torch._dynamo.reset()
-    return found
+    return cases
 
 
 def in_pieces(backend: str | None) -> Facts:
@@ -145,9 +145,9 @@ def in_pieces(backend: str | None) -> Facts:
     own, cut = passes.OVERLAP, []
 
     def forced(derived: DerivedGraph, world: autopar.World) -> DerivedGraph:
-        found = chunk.chunk(derived, world, pieces=2)
-        cut.append(found.graph is not derived.graph)
-        return found
+        rewritten = chunk.chunk(derived, world, pieces=2)
+        cut.append(rewritten.graph is not derived.graph)
+        return rewritten
 
     passes.OVERLAP = tuple(p._replace(run=forced) if p.name == "chunk" else p for p in own)
     facts = {}
@@ -174,7 +174,10 @@ def in_levels() -> Facts:
     run: Any = par._autopar.first.run
     names = [str(node.target) for node in run.backward.graph.nodes]
     wanted = ("all_to_all_single", "all_reduce_", "all_gather_into_tensor", "clone")
-    return {**facts, **{name: sum(name in one for one in names) for name in wanted}}
+    return {
+        **facts,
+        **{name: sum(name in name_in_graph for name_in_graph in names) for name in wanted},
+    }
 
 
 PIECES: tuple[Any, ...] = (

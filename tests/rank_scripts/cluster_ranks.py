@@ -81,9 +81,9 @@ def _counted(count: Callable[[], int]) -> int:
     import torch.distributed as dist
 
     dist.barrier()
-    found = count()
+    counts = count()
     dist.barrier()
-    return found
+    return counts
 
 
 def failing() -> dict[str, Any]:

@@ -25,17 +25,17 @@ STEPS = 4
 
 def planned() -> Callable[[], list[Any]]:
     """From now on, the plans that the backend makes."""
-    found: list[Any] = []
+    plans: list[Any] = []
     own = dynamo_backend.plan_on_rank_0
 
     def keep(*arguments: Any) -> Any:
-        found.append(own(*arguments))
-        return found[-1]
+        plans.append(own(*arguments))
+        return plans[-1]
 
     mock.patch.object(
         dynamo_backend, "plan_on_rank_0", keep
     ).start()  # for as long as the process runs
-    return lambda: found
+    return lambda: plans
 
 
 def trained(model: nn.Module, call: Callable[..., Any], inputs: Any) -> list[float]:
@@ -44,8 +44,8 @@ def trained(model: nn.Module, call: Callable[..., Any], inputs: Any) -> list[flo
     losses = []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        found = call(*inputs)
-        loss = found[1] if isinstance(found, tuple) else found
+        outputs = call(*inputs)
+        loss = outputs[1] if isinstance(outputs, tuple) else outputs
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -57,14 +57,14 @@ def against(single: nn.Module, inputs: Any, **how: Any) -> Facts:
     model = copy.deepcopy(single)
     wanted = trained(single, single, inputs)
     losses = trained(model, torch.compile(model, **how), inputs)
-    held, expected = model.state_dict(), single.state_dict()
+    state, expected = model.state_dict(), single.state_dict()
     whole = all(type(p) is nn.Parameter and p.shape == q.shape for p, q in pairs(model, single))
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)),
         "gradients": max(error(p.grad, q.grad) for p, q in pairs(model, single)),
-        "buffers": max([error(held[n], expected[n]) for n, _ in single.named_buffers()] or [0.0]),
+        "buffers": max([error(state[n], expected[n]) for n, _ in single.named_buffers()] or [0.0]),
         "whole": whole,
-        "equal": all(torch.equal(x, other) for x in held.values() for other in gathered(x)),
+        "equal": all(torch.equal(x, other) for x in state.values() for other in gathered(x)),
     }
 
 
@@ -78,9 +78,9 @@ def error(actual: Any, expected: Any) -> float:
 
 
 def by_name() -> Facts:
-    made = planned()
+    read_plans = planned()
     facts = against(*models.gpt()[:2], backend="autopar")
-    (plan,) = made()
+    (plan,) = read_plans()
     facts["ranks"] = plan.mesh.size
     facts["stored"] = sorted({s.kind for x in plan.stored.values() for s in x.states})
     facts["returned"] = sorted({s.kind for x in plan.outputs.values() for s in x.states})
@@ -119,17 +119,17 @@ class Broken(nn.Module):
 
 
 def pieces() -> Facts:
-    made = planned()
+    read_plans = planned()
     torch.manual_seed(0)
     model, batch = Broken(), (torch.randn(8, 32), torch.randint(16, (8,)))
     facts = against(model, batch, backend=autopar.backend())
-    facts["plans"] = len(made())
+    facts["plans"] = len(read_plans())
     single, several = Broken(), (torch.randn(12, 32), torch.randint(16, (12,)))
     parallel = copy.deepcopy(single)
     call = torch.compile(parallel, backend=autopar.backend(layout="ddp"))
     losses = []
-    for given in (batch, several, batch):  # other shapes are planned again
-        losses.append(abs(float(call(*given)) / float(single(*given)) - 1))
+    for inputs in (batch, several, batch):  # other shapes are planned again
+        losses.append(abs(float(call(*inputs)) / float(single(*inputs)) - 1))
     single.eval()
     parallel.eval()
     with torch.no_grad():
@@ -195,7 +195,7 @@ def full_step() -> Facts:
     """All of a training step compiled: forward, the call of backward(), the optimizer."""
     torch.manual_seed(0)
     model, args, _ = models.mlp()
-    single, made = copy.deepcopy(model), planned()
+    single, read_plans = copy.deepcopy(model), planned()
 
     def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
         optimizer.zero_grad()
@@ -208,7 +208,7 @@ def full_step() -> Facts:
     call = torch.compile(step, backend="autopar")
     errors = [error(call(*both[0]), step(*both[1])) for _ in range(STEPS)]
     moved = max(error(p.detach(), q.detach()) for p, q in pairs(model, single))
-    return {"loss": max(errors), "parameters": moved, "plans": len(made())}
+    return {"loss": max(errors), "parameters": moved, "plans": len(read_plans())}
 
 
 def checkpointed(module: Any, x: Tensor, target: Tensor) -> Tensor:

@@ -73,10 +73,10 @@ def states() -> Facts:
     """By pair of layouts, the ways in which what the first trained did not come to the second."""
     folders = everywhere(tempfile.mkdtemp())
     facts: Facts = {}
-    for one, other in itertools.product(LAYOUTS[:2], LAYOUTS[:2]):
+    for origin, other in itertools.product(LAYOUTS[:2], LAYOUTS[:2]):
         model, inputs = example()
-        folder = Path(folders[0]) / f"{one} {other}"
-        source = autopar.parallelize(copy.deepcopy(model), inputs=inputs, layout=one)
+        folder = Path(folders[0]) / f"{origin} {other}"
+        source = autopar.parallelize(copy.deepcopy(model), inputs=inputs, layout=origin)
         optimizer = trained(source, inputs)
         right = gather(source)
         autopar.Checkpoints(folder / "run", model=source, optimizer=optimizer).save(2)
@@ -84,7 +84,7 @@ def states() -> Facts:
         state, full = source.state_dict(), get_model_state_dict(source, options=_FULL)
         target = autopar.parallelize(copy.deepcopy(model), inputs=inputs, layout=other)
         second = trained(target, inputs, steps=0)
-        ways = {
+        loaders = {
             "checkpoint": autopar.Checkpoints(folder / "run", model=target, optimizer=second).load,
             "state dict": lambda target=target, state=state: target.load_state_dict(state),
             "whole state dict": lambda target=target, full=full: set_model_state_dict(
@@ -95,7 +95,7 @@ def states() -> Facts:
             ),
         }
         lost = []
-        for name, load in ways.items():
+        for name, load in loaders.items():
             with torch.no_grad():
                 target.get_parameter("modes").zero_()
             load()
@@ -106,7 +106,7 @@ def states() -> Facts:
             moments, optimizer.state[source.get_parameter("modes")]["exp_avg"].full_tensor()
         ):
             lost.append("moments")
-        facts[f"{one} {other}"] = [name for names in everywhere(lost) for name in names]
+        facts[f"{origin} {other}"] = [name for names in everywhere(lost) for name in names]
     return facts
 
 

@@ -69,10 +69,10 @@ def order(epoch: int) -> list[list[int]]:
 
 def train(layout: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    one, data = Model(), Tokens()
+    single, data = Model(), Tokens()
     example = tuple(torch.stack(column) for column in zip(*(data[i] for i in range(BATCH))))
-    par: Any = autopar.parallelize(copy.deepcopy(one), inputs=example, layout=layout)
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (par, one)]
+    par: Any = autopar.parallelize(copy.deepcopy(single), inputs=example, layout=layout)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (par, single)]
     loader = par.loader(data, shuffle=True, seed=3)
     data.read.clear()
     apart, read = [], []
@@ -82,14 +82,16 @@ def train(layout: Any) -> dict[str, Any]:
             read.append(len(data.read))
             data.read.clear()
             full_batch = data.tokens[rows]
-            losses = [par(*batch), one(full_batch[:, :-1], full_batch[:, 1:])]
+            losses = [par(*batch), single(full_batch[:, :-1], full_batch[:, 1:])]
             for loss, optimizer in zip(losses, optimizers, strict=True):
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
             apart.append(float((losses[0] - losses[1]).abs()))
-    found = dict(par.named_parameters())
-    apart += [float((found[n].full_tensor() - p).abs().max()) for n, p in one.named_parameters()]
+    parameters = dict(par.named_parameters())
+    apart += [
+        float((parameters[n].full_tensor() - p).abs().max()) for n, p in single.named_parameters()
+    ]
     return {"apart": max(apart), "read": read, "batches": len(loader), "rows": str(par.rows())}
 
 
@@ -150,9 +152,9 @@ class Sentences(Tokens):
 def in_buckets(layout: Any) -> dict[str, Any]:
     """Sentences in batches of 4, padded to 3 or 5 by what all of a batch need."""
     torch.manual_seed(0)
-    one, data = Model(), Sentences()
+    single, data = Model(), Sentences()
     par: Any = autopar.parallelize(
-        copy.deepcopy(one), inputs=data.full_batch(list(range(4)), 5), layout=layout
+        copy.deepcopy(single), inputs=data.full_batch(list(range(4)), 5), layout=layout
     )
     data.lengths[:8] = [2, 3] * 4
     loader = par.loader(data, buckets=(5, 3), lengths=data.lengths, pad=(0, -100), num_workers=1)
@@ -162,7 +164,7 @@ def in_buckets(layout: Any) -> dict[str, Any]:
         sizes.append(list(batch[0].shape))
         full_batch = data.full_batch(rows, batch[0].shape[1])
         assert all(torch.equal(x.full_tensor(), y) for x, y in zip(batch, full_batch, strict=True))
-        apart.append(float((par(*batch) - one(*full_batch)).abs().detach()))
+        apart.append(float((par(*batch) - single(*full_batch)).abs().detach()))
     facts = {"apart": max(apart), "sizes": sizes}
     try:
         own = [dist.get_rank() + 1] * ROWS

@@ -28,8 +28,8 @@ def steps(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
             loss.backward()
         optimizer.step()
         losses.append(loss.detach())
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in held.items()}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    whole = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
     return {**whole, "losses": torch.stack(losses)}
 
 
@@ -41,9 +41,9 @@ def task(name: str, layout: str) -> Facts:
     own = [expected[n].detach() for n, _ in model.named_parameters()]
     moved = max(float((a - b).abs().max()) for a, b in zip(own, before, strict=True))
     par = autopar.parallelize(copy.deepcopy(model), None, inputs, layout=layout)
-    found = steps(par, inputs)
-    assert expected.keys() <= found.keys(), expected.keys() - found.keys()
-    errors = [float((found[n] - expected[n]).abs().max()) for n in expected]
+    actual = steps(par, inputs)
+    assert expected.keys() <= actual.keys(), expected.keys() - actual.keys()
+    errors = [float((actual[n] - expected[n]).abs().max()) for n in expected]
     return {"moved": moved, "error": max(everywhere(max(errors)))}
 
 

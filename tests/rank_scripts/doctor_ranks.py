@@ -28,8 +28,8 @@ def on_rank_1(call: Callable[..., Tensor], broken: Callable[[Tensor], Tensor]) -
     """The same function; what it gives on rank 1 is another."""
 
     def changed(*args: Any, **kwargs: Any) -> Tensor:
-        found = call(*args, **kwargs)
-        return broken(found) if dist.get_rank() == 1 else found
+        result = call(*args, **kwargs)
+        return broken(result) if dist.get_rank() == 1 else result
 
     return changed
 

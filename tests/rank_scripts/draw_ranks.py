@@ -45,8 +45,8 @@ class Diffusion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         t = torch.randint(0, TIMES, (x.shape[0],), device=x.device)
         noise = torch.randn_like(x)
-        kept = self.kept[t][:, None]
-        y = kept.sqrt() * x + (1 - kept).sqrt() * noise + self.times(t)
+        share = self.kept[t][:, None]
+        y = share.sqrt() * x + (1 - share).sqrt() * noise + self.times(t)
         for block in self.blocks:
             y = block(y)
         return F.mse_loss(y, noise)

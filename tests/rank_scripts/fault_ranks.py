@@ -164,8 +164,8 @@ def child(task: Task, rank: int, size: int, folder: Path, plan: Any) -> None:
         next(steps, None)
     except Exception as error:
         seen = f"{type(error).__name__}: {error}"
-    found = {"seen": seen, "seconds": time.perf_counter() - began}
-    (folder / f"part{rank}").write_text(json.dumps(found))
+    facts = {"seen": seen, "seconds": time.perf_counter() - began}
+    (folder / f"part{rank}").write_text(json.dumps(facts))
     (folder / f"part{rank}").rename(folder / f"rank{rank}")
     time.sleep(PATIENCE)  # the others are still asking who is gone
 
@@ -209,5 +209,5 @@ if __name__ == "__main__":
     inputs_watch.SHARE = 1e-9  # after the first calls nothing is compared: collectives find out
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        found = outcomes(sys.argv[2:], Path(name))
-    Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
+        results = outcomes(sys.argv[2:], Path(name))
+    Path(sys.argv[1]).write_text(json.dumps(results, indent=1))

@@ -16,8 +16,8 @@ from train_ranks import joined
 
 
 def loss(module: nn.Module, inputs: Any) -> Tensor:
-    found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-    return getattr(found, "loss", found)
+    outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    return getattr(outputs, "loss", outputs)
 
 
 def errors(model: nn.Module, par: Any, inputs: Any) -> list[float]:
@@ -25,17 +25,17 @@ def errors(model: nn.Module, par: Any, inputs: Any) -> list[float]:
     model.zero_grad()
     loss(model, inputs).backward()
     loss(par, inputs).backward()
-    expected, found = dict(model.named_parameters()), []
+    expected, distances = dict(model.named_parameters()), []
     for name, parameter in par.named_parameters():
         right = expected[name].grad
         if right is None or parameter.grad is None:
             both = right is None or not right.any()
             own = parameter.grad is None or not joined(parameter.grad, par.layout(name)).any()
-            found.append(0.0 if both and own else float("inf"))
+            distances.append(0.0 if both and own else float("inf"))
             continue
         error = (joined(parameter.grad, par.layout(name)) - right).abs().max()
-        found.append(float(error / right.abs().max().clamp(min=1e-6)))
-    return found
+        distances.append(float(error / right.abs().max().clamp(min=1e-6)))
+    return distances
 
 
 def functions(*kinds: str) -> Facts:
@@ -45,8 +45,8 @@ def functions(*kinds: str) -> Facts:
         model, x = Net(KINDS[kind]), rows()
         for overlap in (True, False) if place < 6 else (True,):
             par = autopar.parallelize(model, inputs=(x,), layout=layout, overlap=overlap)
-            found = errors(model, par, (x,))
-            facts[f"{kind}, {layout}, overlap {overlap}"] = max(map(max, everywhere(found)))
+            distances = errors(model, par, (x,))
+            facts[f"{kind}, {layout}, overlap {overlap}"] = max(map(max, everywhere(distances)))
     return facts
 
 
@@ -57,10 +57,10 @@ def gpt2() -> Facts:
         model.config.use_cache = False
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         par = autopar.parallelize(model, inputs=inputs, layout="fsdp")
-        found = errors(model, par, inputs)
+        distances = errors(model, par, inputs)
         facts[str(reentrant)] = {
-            "parameters": len(found),
-            "error": max(map(max, everywhere(found))),
+            "parameters": len(distances),
+            "error": max(map(max, everywhere(distances))),
         }
     return facts
 

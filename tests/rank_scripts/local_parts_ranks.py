@@ -59,16 +59,16 @@ def two_calls(model: nn.Module) -> list[Any]:
     """Two forwards before a backward, one backward twice, gradients that are asked for."""
     first, second = model(batch(1)), model(batch(2))
     (first + 2 * second).backward()
-    found = [gradients(model)]
+    results = [gradients(model)]
     loss = model(batch(3))
     loss.backward(retain_graph=True)
     loss.backward()
     later, earlier = model(batch(4)), model(batch(5))
     later.backward()
     earlier.backward()
-    found.append(gradients(model))
-    asked = torch.autograd.grad(model(batch(6)), list(model.parameters()))
-    return [*found, [gather(x) for x in asked]]
+    results.append(gradients(model))
+    by_autograd = torch.autograd.grad(model(batch(6)), list(model.parameters()))
+    return [*results, [gather(x) for x in by_autograd]]
 
 
 def hooks(model: nn.Module) -> list[Any]:
@@ -86,29 +86,29 @@ def hooks(model: nn.Module) -> list[Any]:
 
 def trained(model: nn.Module) -> list[Any]:
     """Frozen and trained again, without gradients in between, with other numbers."""
-    found = []
+    results = []
     for frozen in (False, True, False):
         model.get_parameter("up.weight").requires_grad_(not frozen)
         model.zero_grad()
         model(batch()).backward()
         with torch.no_grad():
-            found.append(model(batch(1)).item())
-        found.append(gradients(model))
+            results.append(model(batch(1)).item())
+        results.append(gradients(model))
         bias = model.get_parameter("down.bias")
         bias.data = bias.data + 1
-    return found
+    return results
 
 
 def others(model: nn.Module) -> list[Any]:
     """Other tensors in the place of parameters for one call."""
-    found = []
+    results = []
     for factor in (2.0, 3.0):
         model.zero_grad()
         model(batch()).backward()
         put = {n: (p.detach() * factor).requires_grad_() for n, p in model.named_parameters()}
         functional_call(model, put, (batch(1),)).backward()
-        found += [gradients(model), [gather(x.grad) for x in put.values()]]
-    return found
+        results += [gradients(model), [gather(x.grad) for x in put.values()]]
+    return results
 
 
 def written(shares: str) -> Facts:
@@ -117,11 +117,11 @@ def written(shares: str) -> Facts:
     """
     par, _ = pair(shares, "ddp")
     weight = par.get_parameter("up.weight")
-    before, found = weight.detach().clone(), []
+    before, results = weight.detach().clone(), []
     for number in (0, 1, 0):
         par.zero_grad()
         par(batch())[0].backward()
-        found.append(gradients(par))
+        results.append(gradients(par))
         loss, shared = par(batch(number))
         shared.register_hook(lambda g: g * 5)
         with suppress(RuntimeError):  # torch refuses it until a gradient of it was asked for
@@ -129,7 +129,7 @@ def written(shares: str) -> Facts:
         (loss + shared.sum()).backward()
         with torch.no_grad():
             weight.copy_(before)
-    return {"pair": [found[1:], [found[0], found[0]]]}
+    return {"pair": [results[1:], [results[0], results[0]]]}
 
 
 one_pair = functools.cache(pair)

@@ -329,10 +329,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    one = Net()
-    par = autopar.parallelize(copy.deepcopy(one), inputs=batch()[:1], layout=sys.argv[2])
+    single = Net()
+    par = autopar.parallelize(copy.deepcopy(single), inputs=batch()[:1], layout=sys.argv[2])
     wanted = sys.argv[3:] or HABITS
-    facts = {name: apart(par, one, HABITS[name]) for name in wanted}
+    facts = {name: apart(par, single, HABITS[name]) for name in wanted}
     everyone = ranks.all_of([facts, refused(par)])
     if not dist.get_rank():
         Path(sys.argv[1]).write_text(json.dumps(everyone))

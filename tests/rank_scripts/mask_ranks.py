@@ -38,10 +38,10 @@ def one_device(model: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor, dict[st
     """(loss, gradients) of the model in one graph, by the seed of `verify`."""
     single = subject(model, inputs).single
     with double_by_default():
-        found = _Rank(single, {}, [x.double() for x in inputs]).train(1e-8)
+        trained = _Rank(single, {}, [x.double() for x in inputs]).train(1e-8)
     names = {e.node: e.target for e in single.signature.inputs}
-    gradients = {names[n]: g for n, g in found.gradients[0].items() if g is not None}
-    return found.outputs[0], gradients
+    gradients = {names[n]: g for n, g in trained.gradients[0].items() if g is not None}
+    return trained.outputs[0], gradients
 
 
 def compared(names: tuple[str, ...], layouts: tuple[str, ...], **more: Any) -> Facts:
@@ -53,14 +53,14 @@ def compared(names: tuple[str, ...], layouts: tuple[str, ...], **more: Any) -> F
         for layout in layouts:
             par: Any = autopar.parallelize(model, None, inputs, layout=layout, **more)
             par.seed = _SEED - 1  # of the call before the first
-            found = par(*inputs)
-            found.backward()
+            actual = par(*inputs)
+            actual.backward()
             own = {
                 n: joined(p.grad, par.layout(n)).double()
                 for n, p in par.named_parameters()
                 if p.grad is not None
             }
-            away = abs(float((found - loss) / loss))
+            away = abs(float((actual - loss) / loss))
             facts[f"{name} {layout} {more}"] = max(away, together(own, gradients))
     return facts
 

@@ -173,7 +173,7 @@ class Alone(nn.Module):
 
 def losses_alone() -> dict[str, float]:
     """How far a mean that is returned as it is, and its gradients, are from one device's."""
-    found = {}
+    worst = {}
     for loss in (cross_entropy, square_error, mean):
         torch.manual_seed(2)
         plain, call = Alone(loss), batch(3)[:2]
@@ -186,8 +186,8 @@ def losses_alone() -> dict[str, float]:
         pairs = [losses, *zip(parallel.parameters(), plain.parameters(), strict=True)]
         each_pair = [(full(a), full(b)) for a, b in pairs]
         each_pair += [(full(a.grad), full(b.grad)) for a, b in pairs[1:]]
-        found[loss.__name__] = max(float((a - b).norm() / b.norm()) for a, b in each_pair)
-    return found
+        worst[loss.__name__] = max(float((a - b).norm() / b.norm()) for a, b in each_pair)
+    return worst
 
 
 def others() -> dict[str, Any]:

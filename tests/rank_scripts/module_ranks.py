@@ -61,9 +61,9 @@ def modes() -> Facts:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
     x, facts = inputs(), {}
-    one, par = pair(net, x, "ddp")
-    found = []
-    for model in (par, one):
+    single, par = pair(net, x, "ddp")
+    results = []
+    for model in (par, single):
         model.get_submodule("1").eval()  # frozen BatchNorm
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(4):
@@ -72,20 +72,22 @@ def modes() -> Facts:
             loss.backward()
             optimizer.step()
         mean = dict(model.named_buffers())["1.running_mean"]
-        found.append((loss.item(), norms(model), mean.norm().item()))
+        results.append((loss.item(), norms(model), mean.norm().item()))
         model.train()
-        found[-1] += (model(x).square().mean().item(), mean.norm().item())
-    facts["frozen BatchNorm"] = found
-    one, par = pair(nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 4)), x, "ddp")
+        results[-1] += (model(x).square().mean().item(), mean.norm().item())
+    facts["frozen BatchNorm"] = results
+    single, par = pair(
+        nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Linear(64, 4)), x, "ddp"
+    )
     for name, by_type in (("by type", True), ("by name", False)):
-        for model in (par, one):
+        for model in (par, single):
             model.eval()
             for path, module in model.named_modules():
                 if isinstance(module, nn.Dropout) if by_type else path == "1":
                     module.train()
         with torch.no_grad():
-            found = [not torch.equal(m(x), m(x)) for m in (par, one)]
-        facts[f"Monte Carlo dropout {name}"] = [found[0], True] if found[1] else found
+            results = [not torch.equal(m(x), m(x)) for m in (par, single)]
+        facts[f"Monte Carlo dropout {name}"] = [results[0], True] if results[1] else results
     return facts
 
 
@@ -113,15 +115,15 @@ class Adapted(nn.Module):
 
 def attributes() -> Facts:
     torch.manual_seed(0)
-    one, par = pair(Adapted(), inputs(), "fsdp")
+    single, par = pair(Adapted(), inputs(), "fsdp")
     facts = {}
 
     def both(what: str, change: Callable[[Any], Any], rows: int = 8) -> None:
-        found = []
-        for model in (par, one):
+        results = []
+        for model in (par, single):
             change(model)
-            found.append(model(inputs(rows)).norm().item())
-        facts[what] = found
+            results.append(model(inputs(rows)).norm().item())
+        facts[what] = results
 
     def put(model: Any, path: str, value: Any) -> None:
         owner, _, name = path.rpartition(".")
@@ -146,7 +148,7 @@ def attributes() -> Facts:
     graphs = len(par._autopar.graphs.others)  # type: ignore[union-attr]
     both("what forward does not read", lambda m: put(m, "steps", 3))
     facts["graphs for that"] = [len(par._autopar.graphs.others), graphs]  # type: ignore[union-attr]
-    facts["a method"] = [par.loss(inputs()).item(), one.loss(inputs()).item()]  # type: ignore[operator]
+    facts["a method"] = [par.loss(inputs()).item(), single.loss(inputs()).item()]  # type: ignore[operator]
     return facts
 
 
@@ -154,8 +156,8 @@ def classes() -> Facts:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(32, 16), nn.LayerNorm(16), nn.Linear(16, 32))
     ids = torch.arange(48).view(8, 6) % 32
-    one, par = pair(net, ids)
-    for model in (par, one):
+    single, par = pair(net, ids)
+    for model in (par, single):
         bare = {
             f"{name}.{p}"
             for name, module in model.named_modules()
@@ -173,16 +175,16 @@ def classes() -> Facts:
             optimizer.zero_grad()
             F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
             optimizer.step()
-    facts = {"groups by type": [norms(par), norms(one)]}
+    facts = {"groups by type": [norms(par), norms(single)]}
 
     def fill(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.constant_(module.weight, 0.25)
 
-    for model in (par, one):
+    for model in (par, single):
         model.apply(fill)
-    facts["apply by type"] = [norms(par), norms(one)]
-    facts["types"] = [[type(m).__name__ for m in model.modules()] for model in (par, one)]
+    facts["apply by type"] = [norms(par), norms(single)]
+    facts["types"] = [[type(m).__name__ for m in model.modules()] for model in (par, single)]
     return facts
 
 
@@ -227,12 +229,12 @@ def assigned(layout: str) -> Facts:
     facts = {}
     acts = half, plain, sgd, sharpness, gradient, gradient_of_another, vector
     for act in acts:
-        one, par = pair(mlp(), inputs(), layout)
-        for model in (par, one):
+        single, par = pair(mlp(), inputs(), layout)
+        for model in (par, single):
             model(inputs()).square().mean().backward()
             act(model)
-        outputs = [model(inputs()).norm().item() for model in (par, one)]
-        facts[act.__name__] = [[norms(par), outputs[0]], [norms(one), outputs[1]]]
+        outputs = [model(inputs()).norm().item() for model in (par, single)]
+        facts[act.__name__] = [[norms(par), outputs[0]], [norms(single), outputs[1]]]
     weight = par.get_parameter("0.weight")
     facts["another shape"] = message(lambda: setattr(weight, "data", torch.ones(3, 3)))
     facts["another dtype"] = message(lambda: setattr(weight, "data", weight.data.double()))
@@ -289,35 +291,35 @@ def written() -> Facts:
     facts: Facts = {}
     x = inputs(8, 4)
     for layout in ("fsdp", "megatron", "ddp"):
-        one, par = pair(Holder(), x, layout)
+        single, par = pair(Holder(), x, layout)
         start = {"w": torch.arange(24.0).view(6, 4) + 0.5}
         for name, write in {**VIEW_WRITES, **DRAWS}.items():
-            found = []
-            for model in (par, one):
+            results = []
+            for model in (par, single):
                 model.load_state_dict(start)
                 # rank 0's generator counts
-                torch.manual_seed(7 if model is one else 7 + dist.get_rank())
+                torch.manual_seed(7 if model is single else 7 + dist.get_rank())
                 with torch.no_grad():
                     write(model.get_parameter("w"))
                 with torch.no_grad():
-                    found.append([gather(model.get_parameter("w")).tolist(), model(x).item()])
-            facts[f"{layout}: {name}"] = found
+                    results.append([gather(model.get_parameter("w")).tolist(), model(x).item()])
+            facts[f"{layout}: {name}"] = results
     return facts
 
 
 def plain_average(model: nn.Module) -> float:
     """The norm of an average that a script keeps in plain tensors."""
-    kept = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    average = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
     with torch.no_grad():
         for name, p in model.named_parameters():
-            assert kept[name].mul_(0.9).add_(p, alpha=0.1) is kept[name]
-            p.copy_(kept[name])
+            assert average[name].mul_(0.9).add_(p, alpha=0.1) is average[name]
+            p.copy_(average[name])
     return norms(model)
 
 
 def read() -> Facts:
     """Numbers that are read off a sharded parameter are those of the whole."""
-    one, par = pair(mlp(), inputs())
+    single, par = pair(mlp(), inputs())
     reads: dict[str, Callable[[Tensor], Any]] = {
         "item of a sum": lambda w: w.abs().sum().item(),
         "float of a dot": lambda w: float(torch.dot(w.flatten()[::1], w.flatten()[::1])),
@@ -328,10 +330,10 @@ def read() -> Facts:
         "norm": lambda w: w.norm().item(),
     }
     facts = {
-        name: [get(m.get_parameter("0.weight").detach()) for m in (par, one)]
+        name: [get(m.get_parameter("0.weight").detach()) for m in (par, single)]
         for name, get in reads.items()
     }
-    facts["an average in plain tensors"] = [plain_average(m) for m in (par, one)]
+    facts["an average in plain tensors"] = [plain_average(m) for m in (par, single)]
     return facts
 
 
@@ -349,14 +351,14 @@ class Scaled(nn.Linear):
 def states() -> Facts:
     torch.manual_seed(0)
     net = nn.Sequential(Scaled(16, 32), nn.Linear(32, 4))
-    one, par = pair(net, inputs())
-    facts: Facts = {"names": [list(par.state_dict()), list(one.state_dict())]}
-    one[0].amax = 2.5  # type: ignore[index]
-    par.load_state_dict(one.state_dict())
+    single, par = pair(net, inputs())
+    facts: Facts = {"names": [list(par.state_dict()), list(single.state_dict())]}
+    single[0].amax = 2.5  # type: ignore[index]
+    par.load_state_dict(single.state_dict())
     facts["extra state that was loaded"] = [par[0].amax, 2.5]  # type: ignore[index]
     par[0].load_state_dict(nn.Linear(16, 32).state_dict(), strict=False)  # type: ignore[index]
-    par[0].load_state_dict(one[0].state_dict())  # type: ignore[index]
-    facts["a state of one module"] = [norms(par), norms(one)]
+    par[0].load_state_dict(single[0].state_dict())  # type: ignore[index]
+    facts["a state of one module"] = [norms(par), norms(single)]
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     autopar.Checkpoints(folder[0], model=par).save(1)
@@ -376,7 +378,7 @@ def states() -> Facts:
         torch.save(state, file := io.BytesIO())
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
-        copy.deepcopy(one).load_state_dict(loaded)
+        copy.deepcopy(single).load_state_dict(loaded)
     with autopar.own_shards():
         torch.save(par.state_dict(), file := io.BytesIO())
     file.seek(0)
@@ -417,21 +419,21 @@ class Annealed(nn.Module):
 def numbers() -> Facts:
     facts: Facts = {}
     for how in ("arithmetic", "half", "isinstance", "exp", "branch"):
-        one = Annealed(how)
-        given = {"x": inputs(), "beta": 0.0}
-        par: Any = autopar.parallelize(Annealed(how), inputs=given, layout="fsdp")
-        found = []
+        single = Annealed(how)
+        inputs_by_name = {"x": inputs(), "beta": 0.0}
+        par: Any = autopar.parallelize(Annealed(how), inputs=inputs_by_name, layout="fsdp")
+        results = []
         for i in range(1, 4):
-            for model in (par, one):
+            for model in (par, single):
                 model.zero_grad()
                 model(inputs(), beta=i / 7).backward()
                 gradient = gather(model.get_parameter("layer.weight").grad)
-                found.append([model(inputs(), beta=i / 7).item(), gradient.norm().item()])
+                results.append([model(inputs(), beta=i / 7).item(), gradient.norm().item()])
         for i in range(1, 3):
-            for model in (par, one):
+            for model in (par, single):
                 model.gain = i / 3
-                found.append(model(inputs(), i / 9).item())
-        facts[how] = [found[::2], found[1::2]]
+                results.append(model(inputs(), i / 9).item())
+        facts[how] = [results[::2], results[1::2]]
         facts[f"{how}: graphs"] = len(par._autopar.graphs.others)
         facts[f"{how}: keyed"] = sorted(par._autopar.graphs._keyed)
     return facts
@@ -442,11 +444,11 @@ def frozen() -> Facts:
     x = inputs()
     for layout in ("fsdp", "megatron"):
         for first_frozen in (False, True):
-            one = mlp()
-            one[0].requires_grad_(not first_frozen)
-            par: Any = autopar.parallelize(copy.deepcopy(one), inputs=(x,), layout=layout)
-            found = []
-            for model in (par, one):
+            single = mlp()
+            single[0].requires_grad_(not first_frozen)
+            par: Any = autopar.parallelize(copy.deepcopy(single), inputs=(x,), layout=layout)
+            results = []
+            for model in (par, single):
                 trained = [p for p in model.parameters() if p.requires_grad]
                 optimizer = torch.optim.SGD(trained, lr=0.1)
                 for trains in (first_frozen, not first_frozen, first_frozen, True):
@@ -459,8 +461,8 @@ def frozen() -> Facts:
                         optimizer.zero_grad()
                         model(x[:rows]).square().mean().backward()
                         optimizer.step()
-                found.append(norms(model))
-            facts[f"{layout}, first {'frozen' if first_frozen else 'trained'}"] = found
+                results.append(norms(model))
+            facts[f"{layout}, first {'frozen' if first_frozen else 'trained'}"] = results
     return facts
 
 
@@ -493,17 +495,17 @@ def traced_hooks() -> Facts:
     """Hooks that the model had are in its graph, those of its root once."""
     x, facts = inputs(), {}
     for name in ("", "0"):
-        one = mlp()
-        one.get_submodule(name).register_forward_hook(lambda module, args, result: result * 2)
-        par = autopar.parallelize(one, inputs=(x,), layout="fsdp")
-        facts[f"hook of {name or 'the root'}"] = [par(x).norm().item(), one(x).norm().item()]
+        single = mlp()
+        single.get_submodule(name).register_forward_hook(lambda module, args, result: result * 2)
+        par = autopar.parallelize(single, inputs=(x,), layout="fsdp")
+        facts[f"hook of {name or 'the root'}"] = [par(x).norm().item(), single(x).norm().item()]
     return facts
 
 
 def copies() -> Facts:
     x, facts = inputs(), {}
-    one, par = pair(mlp(), x)
-    for model in (par, one):
+    single, par = pair(mlp(), x)
+    for model in (par, single):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         for _ in range(3):
@@ -555,17 +557,19 @@ def complexes() -> Facts:
 
     x, facts = torch.arange(2048.0).sin().view(8, 4, 8, 8), {}
     for layout in ("ddp", "fsdp"):
-        one, par = pair(Spectral(), x, layout)
-        found = []
-        for model in (par, one):
+        single, par = pair(Spectral(), x, layout)
+        results = []
+        for model in (par, single):
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             for _ in range(2):
                 optimizer.zero_grad()
                 model(x).backward()
                 optimizer.step()
             w = model.get_parameter("w")
-            found.append([gather(w.detach()).abs().sum().item(), gather(w.grad).abs().sum().item()])
-        facts[layout] = found
+            results.append(
+                [gather(w.detach()).abs().sum().item(), gather(w.grad).abs().sum().item()]
+            )
+        facts[layout] = results
         par.load_state_dict(Spectral().state_dict())
         facts[f"{layout}: loaded"] = [norms_of(par), norms_of(Spectral())]
     return facts

@@ -21,9 +21,9 @@ def parity(name: str) -> Facts:
     facts: Facts = {}
     for layout in LAYOUTS:
         par = autopar.parallelize(model, None, inputs, layout=layout)
-        found = trained(par, inputs, lambda n, t, par=par: joined(t, par.layout(n)))
-        facts[layout] = compared(single, found)
-        facts[layout]["losses agree"] = len(set(everywhere(float(found[0])))) == 1
+        actual = trained(par, inputs, lambda n, t, par=par: joined(t, par.layout(n)))
+        facts[layout] = compared(single, actual)
+        facts[layout]["losses agree"] = len(set(everywhere(float(actual[0])))) == 1
     return facts
 
 

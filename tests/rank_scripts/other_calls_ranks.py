@@ -96,9 +96,9 @@ def facts_of(layout: str) -> dict[str, Any]:
     places = [parameter.to_local().data_ptr() for parameter in par.parameters()]
     for rows in (BATCH, 5, BATCH):
         train(par, optimizer, rows)
-    one = copy.deepcopy(model)
-    one.load_state_dict({name: gather(value) for name, value in par.state_dict().items()})
-    apart = dict(differences(par.eval(), one.eval()))
+    single = copy.deepcopy(model)
+    single.load_state_dict({name: gather(value) for name, value in par.state_dict().items()})
+    apart = dict(differences(par.eval(), single.eval()))
     stays = places == [parameter.to_local().data_ptr() for parameter in par.parameters()]
     train(par.train(), optimizer, BATCH)
     return {"apart": apart, "stays": stays, "graphs": len(par._autopar.graphs.others)}

@@ -72,9 +72,9 @@ def apart(par: Any, single: nn.Module, rows: int, loss: Callable[..., Tensor]) -
     par.zero_grad(), single.zero_grad()
     outputs, expected = par(ids), single(ids)
     differences = [float((gather(outputs[n]) - expected[n]).abs().max()) for n in expected]
-    found, right = loss(outputs, targets), loss(expected, targets)
-    differences.append(float((gather(found) - right).abs()))
-    found.backward(), right.backward()
+    actual, right = loss(outputs, targets), loss(expected, targets)
+    differences.append(float((gather(actual) - right).abs()))
+    actual.backward(), right.backward()
     for name, parameter in single.named_parameters():
         gradient = par.get_parameter(name).grad
         if parameter.grad is None:
@@ -119,11 +119,11 @@ def with_others(par: Any, single: nn.Module) -> float:
     """How far torch.func.functional_call with half of every parameter is from one device's."""
     ids, _ = batch()
     halves = [{n: p.detach() / 2 for n, p in module.named_parameters()} for module in (par, single)]
-    found, right = (
+    actual, right = (
         torch.func.functional_call(module, half, (ids,))["scores"]
         for module, half in zip((par, single), halves, strict=True)
     )
-    return float((found - right).detach().abs().max())
+    return float((actual - right).detach().abs().max())
 
 
 def sharded() -> dict[str, Any]:

@@ -31,10 +31,14 @@ def against_one_device(task: str) -> Facts:
     name, layout = task.split()
     first = dist.get_rank() == 0
     model, inputs = example(name)
-    one = copy.deepcopy(model) if first else None
-    single = None if one is None else trained(one, inputs, lambda _, t: t.clone(), OPTIMIZER)
-    buffers = {} if one is None else dict(one.named_buffers())
-    del one
+    unsharded_model = copy.deepcopy(model) if first else None
+    single = (
+        None
+        if unsharded_model is None
+        else trained(unsharded_model, inputs, lambda _, t: t.clone(), OPTIMIZER)
+    )
+    buffers = {} if unsharded_model is None else dict(unsharded_model.named_buffers())
+    del unsharded_model
     gc.collect()
     dist.barrier()
     par = autopar.parallelize(model, None, inputs, layout=layout)
@@ -45,24 +49,24 @@ def against_one_device(task: str) -> Facts:
         value = joined(value, par.layout(name))
         return value if first else torch.empty(0)
 
-    found = trained(par, inputs, gather, OPTIMIZER)
-    losses = everywhere(float(found[0]))
+    actual = trained(par, inputs, gather, OPTIMIZER)
+    losses = everywhere(float(actual[0]))
     if single is None:
         return {}
     return {
         "mesh": str(planned.mesh),
         "unsplit": list(planned.unsplit),
         "losses agree": len(set(losses)) == 1,
-        "logits": error(found[1], single[1]),
-        **compared(single, found),
+        "logits": error(actual[1], single[1]),
+        **compared(single, actual),
         "buffers": _worst_buffer(par, buffers),
     }
 
 
 def _worst_buffer(par: Any, buffers: dict[str, Tensor]) -> float:
     expected = {n: b for n, b in buffers.items() if b.is_floating_point()}
-    found = {n: b for n, b in par.named_buffers() if n in expected}
-    return max((error(found[n], expected[n]) for n in expected), default=0.0)
+    computed = {n: b for n, b in par.named_buffers() if n in expected}
+    return max((error(computed[n], expected[n]) for n in expected), default=0.0)
 
 
 if __name__ == "__main__":

@@ -27,24 +27,24 @@ def left(layout: str | autopar.Stages, planned: bool, **options: Any) -> list[st
         del plan
     else:
         par = autopar.parallelize(model, inputs=args, layout=layout, **options)
-    held = [*model.named_parameters(), *model.named_buffers()]
-    storages = {name: StorageWeakRef(x.untyped_storage()) for name, x in held}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    storages = {name: StorageWeakRef(x.untyped_storage()) for name, x in tensors}
     results = torch.utils._pytree.tree_leaves(par(*args))
     next(x for x in results if x is not None and not x.dim()).backward()
-    del model, held
+    del model, tensors
     gc.collect()
     return [name for name, storage in storages.items() if not storage.expired()]
 
 
 def released() -> Facts:
-    found: Facts = {}
+    left_over: Facts = {}
     for layout in LAYOUTS:
-        found[layout] = left(layout, planned=False)
-    found["planned"] = left("fsdp", planned=True)
-    found["recomputed"] = left("fsdp", planned=False, recompute="full")
-    found["in micro-batches"] = left("fsdp", planned=False, microbatches=2)
-    found["in stages"] = left(autopar.Stages(2, "ddp"), planned=False, microbatches=2)
-    return found
+        left_over[layout] = left(layout, planned=False)
+    left_over["planned"] = left("fsdp", planned=True)
+    left_over["recomputed"] = left("fsdp", planned=False, recompute="full")
+    left_over["in micro-batches"] = left("fsdp", planned=False, microbatches=2)
+    left_over["in stages"] = left(autopar.Stages(2, "ddp"), planned=False, microbatches=2)
+    return left_over
 
 
 if __name__ == "__main__":

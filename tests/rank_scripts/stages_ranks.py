@@ -18,7 +18,7 @@ import autopar
 from autopar import Grid4D, Grid25D, Stages
 from autopar.ops.links import Links
 from autopar.runtime.training.adapters import require_parallel
-from benchmarks.models import Llama
+from benchmarks.models import llama
 from on_ranks import Facts, caught, run_everywhere
 from stage_models import GPT, TOKENS, WIDTH, WORDS, gpt
 
@@ -67,7 +67,7 @@ def example(task: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     if not task.endswith("llama"):
         return model, inputs
     torch.manual_seed(0)
-    return Llama(WORDS, TOKENS, WIDTH, 4, 2, 2 * WIDTH, layers_of(task)).double(), inputs
+    return llama(WORDS, TOKENS, WIDTH, 4, 2, 2 * WIDTH, layers_of(task)).double(), inputs
 
 
 def results(output: Any) -> tuple[Tensor, ...]:
@@ -77,39 +77,39 @@ def results(output: Any) -> tuple[Tensor, ...]:
 
 def sends_in_flight() -> list[int]:
     """How many tensors a rank has sent and not let go of, after each send from now on."""
-    found, send = [0], Links.send
+    in_flight, send = [0], Links.send
 
     def counted(self: Links, copy: int, x: Tensor) -> None:
         send(self, copy, x)
-        found.append(sum(map(len, self._leaving.values())))
+        in_flight.append(sum(map(len, self._leaving.values())))
 
     Links.send = counted  # type: ignore[method-assign]
-    return found
+    return in_flight
 
 
 def parity(task: str) -> Facts:
     """Three steps of AdamW with clipping; then an evaluation, and one of fewer rows."""
     layout, microbatches = TASKS[task]
     model, inputs = example(task)
-    one = copy.deepcopy(model)
+    single = copy.deepcopy(model)
     par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=microbatches)
-    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, one))
-    expected = dict(one.named_parameters(remove_duplicate=False))
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, single))
+    expected = dict(single.named_parameters(remove_duplicate=False))
     errors: dict[str, float] = {}
     leaving = sends_in_flight()
     for step in range(STEPS):
         ours.zero_grad()
         theirs.zero_grad()
-        loss, right = results(par(*inputs))[0], results(one(*inputs))[0]
+        loss, right = results(par(*inputs))[0], results(single(*inputs))[0]
         loss.backward()
         right.backward()
         errors[f"loss {step}"] = apart(loss.detach(), right.detach())
-        largest = max(float(p.grad.abs().max()) for p in one.parameters() if p.grad is not None)
+        largest = max(float(p.grad.abs().max()) for p in single.parameters() if p.grad is not None)
         for name, parameter in par.named_parameters():
             gradient, other = parameter.grad, expected[name].grad
             assert gradient is not None and other is not None
             errors[f"gradient {name}"] = apart(gather(gradient), other, 1e-6 * largest)
-        norms = par.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+        norms = par.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(single.parameters(), 0.1)
         errors[f"norm {step}"] = apart(norms[0], norms[1])
         ours.step()
         theirs.step()
@@ -117,7 +117,7 @@ def parity(task: str) -> Facts:
     for name, parameter in par.named_parameters():
         errors[f"parameter {name}"] = apart(gather(parameter), expected[name].detach())
     with torch.no_grad():  # of the planned kind: every rank gets all rows
-        pairs = zip(results(par(*inputs)), results(one(*inputs)), strict=True)
+        pairs = zip(results(par(*inputs)), results(single(*inputs)), strict=True)
         errors["without gradients"] = max(apart(a, b) for a, b in pairs)
     facts = {"apart": max(errors.values()), "worst": max(errors, key=lambda n: errors[n])}
     facts |= {
@@ -127,11 +127,11 @@ def parity(task: str) -> Facts:
         "layout": par.plan.layout,
     }
     par.eval()
-    one.eval()
+    single.eval()
     with torch.no_grad():
         for rows in (8, 4):
-            found, expected_rows = (results(m(*(x[:rows] for x in inputs))) for m in (par, one))
-            pairs = zip(found, expected_rows, strict=True)
+            own, expected_rows = (results(m(*(x[:rows] for x in inputs))) for m in (par, single))
+            pairs = zip(own, expected_rows, strict=True)
             facts[f"evaluation of {rows}"] = max(apart(a, b) for a, b in pairs)
     return facts
 
@@ -166,12 +166,12 @@ def around() -> Facts:
     theirs.step()
     facts["goes on"] = max(apart(gather(p), second[n]) for n, p in other.named_parameters())
 
-    one = autopar.parallelize(gpt(1)[0], None, inputs, layout="fsdp")
-    adam = torch.optim.AdamW(groups(one), lr=1e-2)
-    autopar.Checkpoints(folder / "run", model=one, optimizer=adam).load()
-    facts["without stages"] = max(apart(gather(p), after[n]) for n, p in one.named_parameters())
-    one.load_weights(folder / "files")
-    facts["files"] = max(apart(gather(p), after[n]) for n, p in one.named_parameters())
+    fsdp = autopar.parallelize(gpt(1)[0], None, inputs, layout="fsdp")
+    adam = torch.optim.AdamW(groups(fsdp), lr=1e-2)
+    autopar.Checkpoints(folder / "run", model=fsdp, optimizer=adam).load()
+    facts["without stages"] = max(apart(gather(p), after[n]) for n, p in fsdp.named_parameters())
+    fsdp.load_weights(folder / "files")
+    facts["files"] = max(apart(gather(p), after[n]) for n, p in fsdp.named_parameters())
     other.load_weights(folder / "files")
     facts["files in stages"] = max(apart(gather(p), after[n]) for n, p in other.named_parameters())
 
@@ -252,12 +252,12 @@ def faults(task: str) -> Facts:
         ),
         "plan": caught(lambda: autopar.apply(model, plans[0 if first else 1])),
     }
-    par, one = autopar.apply(model, plans[0]), copy.deepcopy(model)
+    par, single = autopar.apply(model, plans[0]), copy.deepcopy(model)
     for rows in (8, 6):  # the planned call, and one with other rows than the parts divide
-        for module in (par, one):
+        for module in (par, single):
             module.zero_grad()
             results(module(*(x[:rows] for x in inputs)))[0].backward()
-        expected = dict(one.named_parameters(remove_duplicate=False))
+        expected = dict(single.named_parameters(remove_duplicate=False))
         facts[f"{rows} rows"] = max(
             apart(gather(p.grad), expected[name].grad, 1e-6)  # type: ignore[arg-type]
             for name, p in par.named_parameters()

@@ -39,8 +39,8 @@ def parallel(layout: str, overlap: bool) -> Any:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    found = [p.grad for p in model.parameters()]
-    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+    grads = [p.grad for p in model.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
 
 
 def error(actual: list[Tensor], expected: list[Tensor]) -> float:
@@ -55,8 +55,8 @@ def under_autocast(work: Callable[[], Any]) -> Any:
 def refused(work: Callable[[], Any]) -> str:
     try:
         work()
-    except (autopar.InputError, RuntimeError) as found:
-        return f"{type(found).__name__}: {found}"
+    except (autopar.InputError, RuntimeError) as raised:
+        return f"{type(raised).__name__}: {raised}"
     return ""
 
 
@@ -126,8 +126,8 @@ def changed(layout: str) -> Facts:
             loss = par(*inputs)
             change(par, inputs)
             said = refused(loss.backward)
-            found = 0.0 if said else error(gradients(par), expected)
-            facts[f"{what} {sharded}"] = {"said": said, "error": found}
+            away = 0.0 if said else error(gradients(par), expected)
+            facts[f"{what} {sharded}"] = {"said": said, "error": away}
     return facts
 
 

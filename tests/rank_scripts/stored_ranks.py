@@ -67,10 +67,10 @@ def _offered(mesh: Mesh) -> Iterator[tuple[str, Layout]]:
         model, inputs = FUSED[name]()
         program = annotate.annotate(trace.trace(model, inputs))
         for layout in ("auto",) if name == "odd_sizes" else ("auto", "fsdp", "megatron"):
-            for found, constraint in candidates(layout, 4, program):
-                if str(found.sizes.values()) != str(mesh.sizes.values()):
+            for candidate_mesh, constraint in candidates(layout, 4, program):
+                if str(candidate_mesh.sizes.values()) != str(mesh.sizes.values()):
                     continue
-                search = Search(program, found, autopar.World.of(4), constraint).enter()
+                search = Search(program, candidate_mesh, autopar.World.of(4), constraint).enter()
                 for entry in program.signature.inputs:
                     if entry.kind == "parameter":
                         for stored in search.variables[search.index[entry.node]].items:
@@ -93,11 +93,11 @@ def _joined_and_cut(layouts: dict[str, Layout], device_mesh: Any) -> list[str]:
     wrong = []
     for seed, (name, layout) in enumerate(layouts.items()):
         unsharded = _random_tensor(layout, seed)
-        held = _stored(layout, unsharded, device_mesh)
-        if not same(held.full_tensor(), unsharded):
+        placed = _stored(layout, unsharded, device_mesh)
+        if not same(placed.full_tensor(), unsharded):
             wrong.append(f"full_tensor of {name}")
         cut = dist.tensor.distribute_tensor(unsharded, device_mesh, placements(layout))
-        if not same(cut.to_local(), held.to_local()):
+        if not same(cut.to_local(), placed.to_local()):
             wrong.append(f"distribute_tensor to {name}")
     return wrong
 
@@ -170,18 +170,18 @@ def trained_models() -> Facts:
     for name in MODELS:
         single, alone, inputs = _single(name)
         _train(single, alone, inputs)
-        made = {layout: _parallel(name, layout) for layout in SAVED}
-        for layout, (par, optimizer, _) in made.items():
+        models = {layout: _parallel(name, layout) for layout in SAVED}
+        for layout, (par, optimizer, _) in models.items():
             _train(par, optimizer, inputs)
             wrong += _apart(dict(single.named_parameters()), par, f"{name} under {layout}")
         for source, target in zip(SAVED, (*SAVED[1:], SAVED[0]), strict=True):
-            wrong += _taken_over(name, source, made[source], made[target])
+            wrong += _taken_over(name, source, models[source], models[target])
     return {"wrong": wrong}
 
 
 def _apart(single: dict[str, torch.Tensor], par: nn.Module, what: str) -> list[str]:
-    found = {n: _joined(p) for n, p in par.named_parameters()}
-    near = {n: torch.allclose(found[n], p, atol=1e-4) for n, p in single.items()}
+    parameters = {n: _joined(p) for n, p in par.named_parameters()}
+    near = {n: torch.allclose(parameters[n], p, atol=1e-4) for n, p in single.items()}
     return [f"{what}: {n} is far from one device's" for n, fits in near.items() if not fits]
 
 
@@ -203,11 +203,11 @@ def _taken_over(name: str, source: str, giver: Trained, taker: Trained) -> list[
         _train(other, states, inputs, steps=1)
         _hand_over(giver, taker, first)
         wrong += _differing(_full(other, states), trained, f"{what}, state dicts, {first=}")
-    kept = _state(par, optimizer)
-    kept = {part: _cloned(state) for part, state in kept.items()}
+    before = _state(par, optimizer)
+    before = {part: _cloned(state) for part, state in before.items()}
     _train(par, optimizer, inputs, steps=1)
-    set_model_state_dict(par, kept["model"])
-    set_optimizer_state_dict(par, optimizer, kept["optimizer"])
+    set_model_state_dict(par, before["model"])
+    set_optimizer_state_dict(par, optimizer, before["optimizer"])
     return wrong + _differing(_full(par, optimizer), trained, f"{what}, its own sharded state")
 
 

@@ -62,10 +62,10 @@ def recompute() -> Facts:
 def forgotten() -> Facts:
     """With waits left out, which must show."""
     STREAMS.forgotten = 9
-    found = {"fsdp": one_layout("fsdp")}
+    facts = {"fsdp": one_layout("fsdp")}
     STREAMS.forgotten = 0
     STREAMS.queues.clear()
-    return found
+    return facts
 
 
 STREAMS = Streams("late" if os.environ.get("WHEN") == "late" else "early")

@@ -59,11 +59,11 @@ def gradients(module: nn.Module, x: Tensor, target: Tensor) -> tuple[Tensor, dic
 
 def compared(model: nn.Module, par: Any, x: Tensor, target: Tensor) -> float:
     """The larger of the errors of the loss and of all gradients together."""
-    one, grads = gradients(copy.deepcopy(model), x, target)
+    single_loss, grads = gradients(copy.deepcopy(model), x, target)
     loss, own = gradients(par, x, target)
     assert own.keys() == grads.keys()
-    found = {n: joined(g, par.layout(n)) for n, g in own.items()}
-    return max(abs(float((loss - one) / one)), together(found, grads))
+    actual = {n: joined(g, par.layout(n)) for n, g in own.items()}
+    return max(abs(float((loss - single_loss) / single_loss)), together(actual, grads))
 
 
 def batch(bend: str) -> tuple[Tensor, Tensor]:
@@ -95,10 +95,10 @@ def returned() -> Facts:
     model, (x, target) = Returning(BENDS["transposed"], F.mse_loss), batch("transposed")
     par = autopar.parallelize(model, None, (x, target), layout="ddp")
     facts = {}
-    for what, given in ORDERS.items():
-        loss, flat = par(given(x), target)
+    for what, reorder in ORDERS.items():
+        loss, flat = par(reorder(x), target)
         loss.backward()
-        wanted = given(x).reshape(-1, 24)
+        wanted = reorder(x).reshape(-1, 24)
         whole = flat.full_tensor() if isinstance(flat, DTensor) else flat
         facts[what] = float((whole - wanted).abs().max())
     return facts
@@ -119,9 +119,9 @@ def inputs() -> Facts:
         torch.manual_seed(0)
         model, (x, target) = Bent(BENDS["transposed"], F.mse_loss), batch("transposed")
         par = autopar.parallelize(model, None, (x, target), layout=layout)
-        for what, given in ORDERS.items():
+        for what, reorder in ORDERS.items():
             turned = target.mT.contiguous().mT
-            facts[f"{layout} {what}"] = compared(model, par, given(x), turned)
+            facts[f"{layout} {what}"] = compared(model, par, reorder(x), turned)
     return facts
 
 

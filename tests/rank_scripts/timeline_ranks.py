@@ -26,14 +26,14 @@ def measured(name: str, overlap: bool) -> Facts:
     par = autopar.apply(model, plan, overlap=overlap)
     par(*args)[1].backward()
     before = [p.grad.to_local().clone() for p in par.parameters()]
-    found = par.timeline(*args)
+    timeline = par.timeline(*args)
     after = [p.grad.to_local() for p in par.parameters()]
     path = Path(sys.argv[1]).with_name(f"{name}-{overlap}.json")
     if dist.get_rank() == 0:
-        found.save(path)
+        timeline.save(path)
     graph = {n.name for n in par.graph.graph.nodes}
-    kinds = [s.kind for s in found.spans]
-    collectives = [s for s in found.spans if s.kind not in ("compute", "issue", "wait", "skew")]
+    kinds = [s.kind for s in timeline.spans]
+    collectives = [s for s in timeline.spans if s.kind not in ("compute", "issue", "wait", "skew")]
     every = everywhere([[s.name, s.kind, s.track, s.bytes] for s in collectives])
     return {
         "path": str(path),
@@ -41,21 +41,26 @@ def measured(name: str, overlap: bool) -> Facts:
         "sent": sum(s.bytes for s in collectives),
         "nodes": [s.name.split(" and ")[0] in graph for s in collectives],
         "modules": [bool(s.module) for s in collectives],
-        "named products": sorted({s.module for s in found.spans if "linear" in s.name}),
+        "named products": sorted({s.module for s in timeline.spans if "linear" in s.name}),
         "phases": sorted({s.phase for s in collectives}),
         "tracks": sorted({s.track for s in collectives}),
         "issues": kinds.count("issue"),
         "collectives": len(collectives),
-        "seconds": found.seconds,
-        "parts": [found.computing, found.exposed_seconds, found.issuing, found.other_seconds],
-        "skew": found.skew_seconds,
-        "hidden and met": found.hidden_seconds <= found.communication,
-        "within": max(s.end for s in found.spans) <= found.seconds,
-        "totals": [list(total) for total in found.totals()],
-        "alike on all ranks": all(one == every[0] for one in every),
+        "seconds": timeline.seconds,
+        "parts": [
+            timeline.computing,
+            timeline.exposed_seconds,
+            timeline.issuing,
+            timeline.other_seconds,
+        ],
+        "skew": timeline.skew_seconds,
+        "hidden and met": timeline.hidden_seconds <= timeline.communication,
+        "within": max(s.end for s in timeline.spans) <= timeline.seconds,
+        "totals": [list(total) for total in timeline.totals()],
+        "alike on all ranks": all(answer == every[0] for answer in every),
         "gradients untouched": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
         "modelled": plan.timeline(overlap=overlap).communication,
-        "table": found.table().row_count,
+        "table": timeline.table().row_count,
     }
 
 

@@ -56,8 +56,10 @@ def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
 
 def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
     """(loss, logits) of a model of models.py, or of the parallel one."""
-    found = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-    return (found[1], found[0]) if isinstance(found, tuple) else (found.loss, found.logits)
+    outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    return (
+        (outputs[1], outputs[0]) if isinstance(outputs, tuple) else (outputs.loss, outputs.logits)
+    )
 
 
 # -- one step after the other, on one device and on all ranks --------------------------------------
@@ -131,16 +133,16 @@ def compared(single: tuple[Any, ...], actual: tuple[Any, ...]) -> Facts:
     loss, _, gradients, parameters = actual
     assert gradients.keys() == single[2].keys(), gradients.keys() ^ single[2].keys()
     least = noise(single[2])
-    told_gradients = {n: g for n, g in single[2].items() if float(g.abs().max()) > least}
-    told_parameters = (
+    counted_gradients = {n: g for n, g in single[2].items() if float(g.abs().max()) > least}
+    parameter_errors = (
         (error(significant(parameters[n], g, least), significant(single[3][n], g, least)), n)
         for n, g in single[2].items()
     )
     return {
         "loss": abs(float(loss - single[0]) / float(single[0])),
-        "gradients": worst({n: gradients[n] for n in told_gradients}, told_gradients),
+        "gradients": worst({n: gradients[n] for n in counted_gradients}, counted_gradients),
         "all gradients": together(gradients, single[2]),
-        "parameters": max(told_parameters),
+        "parameters": max(parameter_errors),
         "all parameters": together(parameters, single[3]),
     }
 
@@ -185,11 +187,11 @@ def one_layout(model: nn.Module, inputs: Any, layout: Layouts, single: tuple[Any
     full = called(par, inputs)[1].full_tensor()
     stored = {n: type(p.data).__name__ for n, p in par.named_parameters()}
     names = [list(par.state_dict()), list(model.state_dict())]
-    found = trained(par, inputs, lambda n, t: joined(t, par.layout(n)))
+    actual = trained(par, inputs, lambda n, t: joined(t, par.layout(n)))
     return {
         "mesh": str(par.plan.mesh),
-        **compared(single, found),
-        "losses agree": len(set(everywhere(float(found[0])))) == 1,
+        **compared(single, actual),
+        "losses agree": len(set(everywhere(float(actual[0])))) == 1,
         "own part's loss": abs(own_loss - float(single[0])) / float(single[0]),
         "logits": error(whole_logits, single[1]),
         "full logits": error(full, single[1]),
@@ -216,8 +218,8 @@ def compiled(name: str, backend: str) -> Facts:
     facts: Facts = {}
     for layout in ("fsdp", "megatron"):
         par = autopar.parallelize(model, None, inputs, layout=layout, backend=backend)
-        found = trained(par, inputs, lambda n, t, par=par: joined(t, par.layout(n)))
-        facts[layout] = compared(single, found)
+        actual = trained(par, inputs, lambda n, t, par=par: joined(t, par.layout(n)))
+        facts[layout] = compared(single, actual)
     return facts
 
 
@@ -312,21 +314,21 @@ def scheduled() -> Facts:
     facts: Facts = {}
     for layout in ("fsdp", "4d"):
         plan = autopar.plan(model, autopar.World.of(None), inputs, layout=layout)
-        found = []
+        results = []
         for overlap in (False, ("schedule",), True):
             par = autopar.apply(model, plan, overlap=overlap)
             loss = called(par, inputs)[0]
             loss.backward()
             grads = [p.grad.to_local() for p in par.parameters() if p.grad is not None]
-            found.append([loss.detach(), *grads])
-        pairs = list(zip(*found[:2], strict=True))
-        joined = zip(*found[1:], strict=True)
+            results.append([loss.detach(), *grads])
+        pairs = list(zip(*results[:2], strict=True))
+        joined = zip(*results[1:], strict=True)
         with torch.no_grad():
             unrecorded = called(par, inputs)[0]
         facts[layout] = {
-            "equal": len(pairs) > 1 and all(torch.equal(one, other) for one, other in pairs),
+            "equal": len(pairs) > 1 and all(torch.equal(value, other) for value, other in pairs),
             "joined": max(float((x - y).abs().max() / y.abs().max()) for x, y in joined),
-            "without gradients": torch.equal(unrecorded, found[0][0]),
+            "without gradients": torch.equal(unrecorded, results[0][0]),
         }
     if dist.get_rank() == 1:  # as a world that was measured on each rank by itself would
         backends.collectives_in_order = lambda graph: ["another"]
@@ -342,8 +344,8 @@ def regathered(backend: str | None) -> Facts:
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     how: Any = {"layout": "fsdp", "backend": backend, "recompute": "gathers"}
     par = autopar.parallelize(model, None, inputs, **how)
-    found = trained(par, inputs, lambda n, t: joined(t, par.layout(n)))
-    return {**compared(single, found), "regather": par.plan.regather}
+    actual = trained(par, inputs, lambda n, t: joined(t, par.layout(n)))
+    return {**compared(single, actual), "regather": par.plan.regather}
 
 
 def gathers_of_graphs() -> Facts:

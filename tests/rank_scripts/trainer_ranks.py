@@ -65,7 +65,7 @@ def main(file: str, layout: str, accumulated: int) -> None:
     second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
 
     unsharded = par.unshard()
-    on_one = par.unshard(rank=1)
+    on_rank_1 = par.unshard(rank=1)
     loaded = type(unsharded).from_pretrained(f"{folder}/final")
     facts = {
         "history": history(first),
@@ -73,7 +73,7 @@ def main(file: str, layout: str, accumulated: int) -> None:
         "predicted": list(predicted.predictions.shape),
         "parameters after resuming": difference(unsharded, other.unshard()),
         "saved": difference(unsharded, loaded),
-        "on one rank": [type(on_one).__name__, dist.get_rank()],
+        "on one rank": [type(on_rank_1).__name__, dist.get_rank()],
         "unsharded": type(unsharded).__name__,
         "plain": sorted({type(p).__name__ for p in unsharded.parameters()}),
         "tied": unsharded.lm_head.weight is unsharded.transformer.wte.weight,

@@ -63,8 +63,8 @@ def steps(module: nn.Module, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
         optimizer.zero_grad()
         module(*inputs).square().mean().backward()
         optimizer.step()
-    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in held.items()}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in tensors.items()}
 
 
 def task(make: Any) -> Facts:
@@ -75,9 +75,9 @@ def task(make: Any) -> Facts:
     facts = {}
     for layout in LAYOUTS:
         par = autopar.parallelize(copy.deepcopy(model), None, inputs, layout=layout)
-        found = steps(par, inputs)
-        assert expected.keys() <= found.keys(), expected.keys() - found.keys()
-        errors = [float((found[n] - expected[n]).abs().max()) for n in expected]
+        actual = steps(par, inputs)
+        assert expected.keys() <= actual.keys(), expected.keys() - actual.keys()
+        errors = [float((actual[n] - expected[n]).abs().max()) for n in expected]
         facts[layout] = max(everywhere(max(errors)))
     return facts
 

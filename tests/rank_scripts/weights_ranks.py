@@ -102,7 +102,7 @@ def equal(par: Any, single: nn.Module) -> list[str]:
 def started(name: str, layout: str) -> dict[str, Any]:
     make, inputs = MODELS[name]
     torch.manual_seed(3)
-    one = make()
+    single = make()
     draw = float(torch.rand(()))
     par = on_meta(make, inputs, layout)
     facts: dict[str, Any] = {"empty": ""}
@@ -112,10 +112,10 @@ def started(name: str, layout: str) -> dict[str, Any]:
         facts["empty"] = str(error)
     torch.manual_seed(3 + dist.get_rank())  # rank 0's counts
     par.init_weights()
-    facts["unequal"] = equal(par, one)
+    facts["unequal"] = equal(par, single)
     facts["draw"] = dist.get_rank() > 0 or float(torch.rand(())) == draw
     first = par(**inputs) if isinstance(inputs, dict) else par(*inputs)
-    right = one(**inputs) if isinstance(inputs, dict) else one(*inputs)
+    right = single(**inputs) if isinstance(inputs, dict) else single(*inputs)
     first, right = (x if isinstance(x, Tensor) else x.logits for x in (first, right))
     facts["apart"] = float((first - right).detach().abs().max())
     return facts
@@ -123,9 +123,9 @@ def started(name: str, layout: str) -> dict[str, Any]:
 
 def own_function() -> dict[str, Any]:
     torch.manual_seed(5)
-    one = Own()
+    single = Own()
     with torch.no_grad():
-        one.apply(initialize)
+        single.apply(initialize)
     par = on_meta(Own, (torch.ones(4, 16),), "megatron")
     said = ""
     try:
@@ -134,30 +134,30 @@ def own_function() -> dict[str, Any]:
         said = str(error)
     torch.manual_seed(5)
     par.init_weights(initialize)
-    return {"unequal": equal(par, one), "said": said}
+    return {"unequal": equal(par, single), "said": said}
 
 
 def read(folder: Path, layout: str) -> dict[str, Any]:
     """A model of transformers that was saved by it, and saved again under a layout."""
     make, inputs = MODELS["llama"]
     torch.manual_seed(6)
-    one: Any = make()
+    single: Any = make()
     if dist.get_rank() == 0:
-        one.save_pretrained(folder / "one", max_shard_size="20KB")
+        single.save_pretrained(folder / "one", max_shard_size="20KB")
     dist.barrier()
     par = on_meta(make, inputs, layout)
     par.load_weights(folder / "one")
-    facts: dict[str, Any] = {"read": equal(par, one)}
+    facts: dict[str, Any] = {"read": equal(par, single)}
     par.save_pretrained(folder / layout, file_bytes=2e4)
     dist.barrier()
     again = LlamaForCausalLM.from_pretrained(folder / layout)
     facts["by transformers"] = [
-        n for n, x in again.state_dict().items() if not torch.equal(one.state_dict()[n], x)
+        n for n, x in again.state_dict().items() if not torch.equal(single.state_dict()[n], x)
     ]
     autopar.Checkpoints(folder / "run", model=par).save(1)
     other = on_meta(make, inputs, "fsdp")
     other.load_weights(folder / "run" / "step-1")
-    facts["from a checkpoint"] = equal(other, one)
+    facts["from a checkpoint"] = equal(other, single)
     facts["said"] = {}
     for what, make_other in (("missing", gpt2), ("shape", wide)):
         par = on_meta(make_other, inputs, "fsdp")

@@ -160,9 +160,9 @@ def test_stages_are_taken_where_links_are_slow() -> None:
 def test_stages_whose_bubble_is_too_long_are_not_planned() -> None:
     model, inputs = model_and_tokens(rows=16)
     advice = advise(model, WORLD, inputs, "torchtitan", compare=False)
-    staged = {d: found for d, found in advice.tried if d.pipeline > 1}
+    staged = {d: outcome for d, outcome in advice.tried if d.pipeline > 1}
     assert staged and advice.degrees.pipeline == 1
-    assert any("bubble" in found for found in staged.values() if isinstance(found, str))
+    assert any("bubble" in outcome for outcome in staged.values() if isinstance(outcome, str))
 
 
 @pytest.mark.slow

@@ -86,8 +86,8 @@ def test_the_named_layouts_are_those_of_a_plan_of_each(plan: Plan, gathered: fac
 def test_what_does_not_fit_is_said_in_short(plan: Plan) -> None:
     why = "no plan fits 68.55 GiB (…) on each of 64 devices: layout 'ddp' needs 74.79 GiB (…). Try"
     others = (alternatives.Alternative("ddp", why=why), alternatives.Alternative("3d", why="odd"))
-    found = facts.Facts("", plan, (), "", others, facts.Module(""), {}, ())
-    assert [line["lacks"] for line in figures.other_lines(found)] == [
+    page_facts = facts.Facts("", plan, (), "", others, facts.Module(""), {}, ())
+    assert [line["lacks"] for line in figures.other_lines(page_facts)] == [
         "does not fit: needs 74.79 GiB",
         "odd",
     ]
@@ -119,10 +119,10 @@ def test_the_load_of_links_is_what_ranks_send(plan: Plan) -> None:
 
 def test_memory_over_the_step_reaches_the_peak(plan: Plan) -> None:
     assert plan.context is not None and plan.memory is not None
-    held = moments(plan.context.program, plan.optimizer, plan.context.world, most=20)
-    totals = [sum(moment[1:]) for moment in held]
+    states = moments(plan.context.program, plan.optimizer, plan.context.world, most=20)
+    totals = [sum(moment[1:]) for moment in states]
     assert max(totals) == pytest.approx(plan.memory.waiting)
-    assert len({moment.optimizer for moment in held}) == 1
+    assert len({moment.optimizer for moment in states}) == 1
 
 
 # -- pictures --------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def test_axes_of_memory_have_the_unit_of_what_they_show(plan: Plan, gathered: fa
     assert layouts.layout.xaxis.title.text.endswith(", MiB") and plan.peak_bytes < 2**27
     assert layouts.data[1].x == (plan.peak_bytes / 2**20,)
     assert memory.layout.yaxis.title.text == "MiB"
-    held = [sum(column) for column in zip(*(line.y for line in memory.data))]
-    assert max(held) == pytest.approx(plan.memory.waiting / 2**20, rel=0.01)
+    totals = [sum(column) for column in zip(*(line.y for line in memory.data))]
+    assert max(totals) == pytest.approx(plan.memory.waiting / 2**20, rel=0.01)
     large = [replace(other, peak_bytes=2.0**40) for other in gathered.others]
     wide = figures.layouts_figure(replace(gathered, others=tuple(large)))
     assert wide is not None and wide.layout.xaxis.title.text.endswith(", GiB")
@@ -272,10 +272,10 @@ frame.addEventListener("load", () => setTimeout(() => {
 
 
 def chromium() -> str:
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
+    path = shutil.which("chromium") or shutil.which("chromium-browser")
+    if path is None:
         pytest.skip("no chromium here (Debian: apt-get install chromium)")
-    return found
+    return path
 
 
 @pytest.mark.slow

@@ -51,16 +51,16 @@ def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 def test_parameters_become_those_of_rank_0(facts: dict[str, Any]) -> None:
     for layout in ("ddp", "fsdp", "megatron"):
-        found = facts["seeds"][layout]
-        assert all(found["right"]) and max(found["loss"]) < 1e-5, layout
-        first, *others = found["said"]
+        figures = facts["seeds"][layout]
+        assert all(figures["right"]) and max(figures["loss"]) < 1e-5, layout
+        first, *others = figures["said"]
         assert len(first) == 1 and others == [[], []]
         assert "first of 5, on ranks 1, 2 is not what rank 0 holds" in first[0]
     assert facts["seeds"]["said of equal ones"] == [[], [], []]
     refused(facts["unsynchronised"])
-    for bucket, found in facts["kinds"].items():
-        assert found["alike"] and found["scalar"] == [0, 0, 0], bucket
-        (said,) = found["said"]
+    for bucket, figures in facts["kinds"].items():
+        assert figures["alike"] and figures["scalar"] == [0, 0, 0], bucket
+        (said,) = figures["said"]
         assert "matrix, the first of 7, on ranks 1, 2" in said, bucket
 
 

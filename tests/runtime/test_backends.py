@@ -75,14 +75,14 @@ def generated(graph: fx.GraphModule, inputs: Any, backward: bool) -> str:
 
 def anchors(graph: fx.Graph) -> dict[str, str]:
     """Collectives, waits and products by name, in their order: what each is."""
-    found = {}
+    kinds = {}
     for node in graph.nodes:
         if node.op == "call_function":
             packet = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
             what = collective_of(node) or ("wait_tensor" if is_wait(node) else packet)
             if collective_of(node) or is_wait(node) or packet in PRODUCTS:
-                found[node.name] = what
-    return found
+                kinds[node.name] = what
+    return kinds
 
 
 CALL = re.compile(r"(?:extern_kernels|torch\.ops\.\w+)\.(\w+?)_?(?:\.default)?\(")
@@ -91,16 +91,16 @@ SOURCES = re.compile(r"# Topologically Sorted Source Nodes: \[(.*?)\]")
 
 def called(code: str, wanted: dict[str, str]) -> list[str]:
     """The anchors by the name of their node, in the order in which the code calls them."""
-    found: list[str] = []
+    names: list[str] = []
     sources: list[str] = []
     for line in code[code.index("def call(") :].splitlines():
         if comment := SOURCES.search(line):
             sources = comment[1].split(", ")
         elif (call := CALL.search(line)) and call[1] in wanted.values():
-            left = [name for name, what in wanted.items() if what == call[1] and name not in found]
+            left = [name for name, what in wanted.items() if what == call[1] and name not in names]
             named = [name for name in left if name in sources]
-            found.append((named or left or [line])[0])  # inductor names no coalesced collective
-    return found
+            names.append((named or left or [line])[0])  # inductor names no coalesced collective
+    return names
 
 
 @pytest.mark.slow_cells("4d", "fsdp")
@@ -152,8 +152,8 @@ def run_and_peak(plan: autopar.Plan, passes: tuple[str, ...]) -> tuple[Scheduled
         for value in values:
             lives.note(value)
         with lives:
-            found = step(*values)
-            next(x for x in found if x.requires_grad and not x.dim()).backward()
+            outputs = step(*values)
+            next(x for x in outputs if x.requires_grad and not x.dim()).backward()
     return run, highest(lives.lifetimes)[1]
 
 
@@ -235,12 +235,12 @@ def right(facts: dict[str, Any], where: str, runs: str = "") -> None:
 @pytest.mark.slow
 def test_backends_give_the_numbers_of_one_device(tmp_path: Path) -> None:
     facts = on_ranks(tmp_path, "quick", "callable", "outside", "failing", "again", seconds=240)
-    for cell, found in facts["again"].items():
+    for cell, figures in facts["again"].items():
         scheduled = "" if cell == "limit False" else "Scheduled"
-        right(found, f"made again: {cell}", scheduled)
-        assert "limit" not in cell or found["again"] == [True, True]  # cheap ops, gathers
-    for cell, found in facts["quick"].items():
-        right(found, cell, "Scheduled")
+        right(figures, f"made again: {cell}", scheduled)
+        assert "limit" not in cell or figures["again"] == [True, True]  # cheap ops, gathers
+    for cell, figures in facts["quick"].items():
+        right(figures, cell, "Scheduled")
     right(facts["callable"], "callable", "Scheduled")
     assert facts["callable"]["waits"] == [True, True]
     for overlap in ("overlap False", "overlap True"):
@@ -269,5 +269,5 @@ def test_buckets_of_sums_in_two_levels(tmp_path: Path) -> None:
 def test_the_matrix_gives_the_numbers_of_one_device(tmp_path: Path, backend: str) -> None:
     facts = on_ranks(tmp_path, backend, seconds=3000)[backend]
     assert len(facts) == 20
-    for cell, found in facts.items():
-        right(found, cell, "Scheduled" if cell.endswith("True") else "")
+    for cell, figures in facts.items():
+        right(figures, cell, "Scheduled" if cell.endswith("True") else "")

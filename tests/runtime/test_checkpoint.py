@@ -42,8 +42,8 @@ def test_another_layout_goes_on_as_if_nothing_had_happened(facts: dict[str, Any]
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["plain", "dropout"])
 def test_every_layout_goes_on_as_if_nothing_had_happened(tmp_path: Path, task: str) -> None:
-    found = launched(tmp_path, 2, str(tmp_path), task, script="checkpoint_ranks.py")
-    _assert_goes_on(found, "fsdp", "megatron", "auto")
+    answers = launched(tmp_path, 2, str(tmp_path), task, script="checkpoint_ranks.py")
+    _assert_goes_on(answers, "fsdp", "megatron", "auto")
 
 
 def _assert_goes_on(facts: dict[str, Any], *layouts: str) -> None:
@@ -59,11 +59,11 @@ def _assert_goes_on(facts: dict[str, Any], *layouts: str) -> None:
 
 def batches(start: int) -> list[list[torch.Tensor]]:
     """What the run read from this step on, one process that knows no loader of autopar."""
-    rows, found = checkpoint_ranks.rows(), []
+    rows, samples = checkpoint_ranks.rows(), []
     for epoch in range(2):
         order = torch.randperm(32, generator=torch.Generator().manual_seed(1 + epoch))
-        found += [list(rows[part]) for part in order.split(checkpoint_ranks.BATCH)]
-    return found[start:]
+        samples += [list(rows[part]) for part in order.split(checkpoint_ranks.BATCH)]
+    return samples[start:]
 
 
 def test_plain_torch_goes_on_too(facts: dict[str, Any], folder: Path) -> None:
@@ -94,17 +94,17 @@ def test_groups_without_parameters_come_back_in_another_layout(facts: dict[str, 
 
 @pytest.mark.parametrize("sizes", [[8, 0], [0, 8], [0, 0, 8], [3, 0, 0, 4], [0], [0, 0]])
 def test_groups_without_parameters_come_back(tmp_path: Path, sizes: list[int]) -> None:
-    found = []
+    groups = []
     for start in (1e-2, 5e-3):
         model, inputs = checkpoint_ranks.fresh(0.0)
         optimizer, checkpoints = checkpoint_ranks.trained_in_groups(
             model, inputs, tmp_path, sizes, start
         )
-        checkpoints.save(1) if not found else checkpoints.load()
-        found.append(checkpoint_ranks.groups_of(optimizer))
+        checkpoints.save(1) if not groups else checkpoints.load()
+        groups.append(checkpoint_ranks.groups_of(optimizer))
         state = optimizer.state_dict()["state"]
         assert len(state) == sum(sizes) and all(s["step"] == 1 for s in state.values())
-    assert found[0] == found[1] and found[0][0][:2] == pytest.approx((9e-3, 1e-2))
+    assert groups[0] == groups[1] and groups[0][0][:2] == pytest.approx((9e-3, 1e-2))
 
 
 def test_another_number_of_groups_without_parameters_is_refused(tmp_path: Path) -> None:

@@ -74,13 +74,13 @@ def test_ranks_that_differ_are_reported(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "differing", script="compiled_ranks.py")["differing"]
     for what, name in (("parameters", r"up\.weight"), ("inputs", "x")):
         assert len(facts[what]) == 2
-        for told in facts[what]:
-            assert re.match(r"RankError: ", told) and "is not what it is on rank 0" in told
-            assert re.search(rf"\b{name} is not", told), told
+        for message in facts[what]:
+            assert re.match(r"RankError: ", message) and "is not what it is on rank 0" in message
+            assert re.search(rf"\b{name} is not", message), message
     for what, kind in (("layout", "LayoutError: unknown layout"), ("world", "WorldError: ")):
-        assert all(told.startswith(kind) for told in facts[what]), facts[what]
+        assert all(message.startswith(kind) for message in facts[what]), facts[what]
     says = "RankError: the ranks are called with different inputs: in call 2 rank 1 got other"
-    assert all(told.startswith(says) for told in facts["later"]), facts["later"]
+    assert all(message.startswith(says) for message in facts["later"]), facts["later"]
 
 
 @pytest.mark.slow_cells("4d", "auto", "fsdp", "megatron")
@@ -89,9 +89,9 @@ def test_everything_stored_and_returned_is_unsharded(layout: str) -> None:
     model, args, _ = models.gpt()
     world, pipeline = autopar.World.of(4), PassManager()
     budget = Budget.of(world, "auto", "adamw", "none")
-    asked = PlanRequest(layout, budget, outputs="replicated", replicated_parameters=True)
+    request = PlanRequest(layout, budget, outputs="replicated", replicated_parameters=True)
     source = trace_model(model, args, pipeline)
-    program = choose_plan(pipeline, analyse(pipeline, source, asked), world, asked)
+    program = choose_plan(pipeline, analyse(pipeline, source, request), world, request)
     plan = program.plan
     assert plan is not None and plan.mesh.size == 4
     assert plan.bound <= plan.seconds * (1 + 1e-6)
@@ -104,8 +104,8 @@ def test_everything_stored_and_returned_is_unsharded(layout: str) -> None:
 def test_alone_the_graph_runs_as_it_is() -> None:
     model, args, _ = models.mlp()
     expected = model(*args)
-    found = torch.compile(copy.deepcopy(model), backend=autopar.backend())(*args)
-    torch.testing.assert_close(found, expected)
+    loss = torch.compile(copy.deepcopy(model), backend=autopar.backend())(*args)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_ranks_without_a_process_group_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +134,8 @@ def test_the_entry_point_is_installed_and_is_the_one_of_the_project_file() -> No
     written = tomllib.loads((ROOT / "pyproject.toml").read_text())
     target = written["project"]["entry-points"]["torch_dynamo_backends"]["autopar"]
     installed = entry_points(group="torch_dynamo_backends")
-    found = [point.value for point in installed if point.name == "autopar"]
-    assert found == [target], "install again: make install"
+    targets = [point.value for point in installed if point.name == "autopar"]
+    assert targets == [target], "install again: make install"
     module, name = target.split(":")
     assert getattr(import_module(module), name) is dynamo_backend.by_name
 
@@ -152,7 +152,7 @@ def test_the_entry_point_is_installed_and_is_the_one_of_the_project_file() -> No
 )
 def test_examples_run(name: str, last: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    found = subprocess.run(
+    result = subprocess.run(
         [*torchrun, "--nproc-per-node", "2", str(ROOT / "examples" / f"{name}.py")],
         env=environment(),
         capture_output=True,
@@ -160,5 +160,5 @@ def test_examples_run(name: str, last: str) -> None:
         timeout=300,
         check=False,
     )
-    assert found.returncode == 0, found.stderr[-4000:]
-    assert re.search(last, found.stdout), found.stdout
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert re.search(last, result.stdout), result.stdout

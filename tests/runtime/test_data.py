@@ -43,19 +43,19 @@ def test_a_rank_reads_its_own_rows_alone(facts: dict[str, Any]) -> None:
 
 
 def test_an_epoch_that_was_cut_off_goes_on_where_it_was(facts: dict[str, Any]) -> None:
-    found = facts["resumed"]
-    assert found["rest"] == [True, True] and found["again"] == [True] * 3
-    assert found["after"] == {"epoch": 2, "batch": 3, "seed": 3}
-    assert found["own loader"] == [4] * 5
-    assert "seed is 0 on rank 0, 1 on rank 1" in found["seeds"]
-    assert "is of an order with seed 3, this one has 4" in found["order"]
+    figures = facts["resumed"]
+    assert figures["rest"] == [True, True] and figures["again"] == [True] * 3
+    assert figures["after"] == {"epoch": 2, "batch": 3, "seed": 3}
+    assert figures["own loader"] == [4] * 5
+    assert "seed is 0 on rank 0, 1 on rank 1" in figures["seeds"]
+    assert "is of an order with seed 3, this one has 4" in figures["order"]
 
 
 def test_sequences_are_padded_to_what_the_full_batch_needs(facts: dict[str, Any]) -> None:
-    found = facts["in buckets"]
-    assert found["sizes"] == [[4, 3], [4, 3], [4, 5], [4, 5], [4, 5], [1, 3]]
-    assert found["apart"] < 1e-5
-    assert "buckets is [5], pad (0, -100), lengths " in found["lengths"]
+    figures = facts["in buckets"]
+    assert figures["sizes"] == [[4, 3], [4, 3], [4, 5], [4, 5], [4, 5], [1, 3]]
+    assert figures["apart"] < 1e-5
+    assert "buckets is [5], pad (0, -100), lengths " in figures["lengths"]
 
 
 def alone() -> Any:
@@ -89,8 +89,8 @@ def test_a_loop_that_is_left_starts_anew() -> None:
 
 def bucketed(rows: Any, **overrides: Any) -> Any:
     """The samples that a loader pads to 4 or 8."""
-    asked = {"buckets": (4, 8), "lengths": [3, 5], "pad": {"ids": 0}, **overrides}
-    loader = alone().loader(rows, 1, collate_fn=lambda samples: samples[0], **asked)
+    options = {"buckets": (4, 8), "lengths": [3, 5], "pad": {"ids": 0}, **overrides}
+    loader = alone().loader(rows, 1, collate_fn=lambda samples: samples[0], **options)
     dataset, sampler = loader._loader.dataset, loader.sampler
     return [dataset[row] for (row,) in sampler]
 

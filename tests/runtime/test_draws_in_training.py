@@ -38,8 +38,8 @@ def test_so_they_do_in_microbatches_and_with_blocks_that_run_again(facts: Any, t
 
 @pytest.mark.slow
 def test_a_checkpoint_goes_on_with_the_same_draws(facts: Any) -> None:
-    found = facts["resumed"]
-    assert found["again"] == pytest.approx(found["later"], rel=1e-9, abs=1e-9)
+    figures = facts["resumed"]
+    assert figures["again"] == pytest.approx(figures["later"], rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.slow
@@ -60,8 +60,8 @@ def test_torch_s_seed_starts_the_draws_anew() -> None:
         torch.manual_seed(seed)
         return [float(par(*inputs).detach()) for _ in range(2)]
 
-    one, other, again = losses(3), losses(4), losses(3)
-    assert one == again and len({*one, *other}) == 4
+    first, other, again = losses(3), losses(4), losses(3)
+    assert first == again and len({*first, *other}) == 4
 
 
 def test_microbatches_draw_other_numbers() -> None:
@@ -75,5 +75,5 @@ def test_microbatches_draw_other_numbers() -> None:
     for par in (whole, divided, alone):
         par.seed = 5
     calls = (divided, *inputs), (whole, *inputs), (alone, rows)
-    found, *others = (float(par(x).detach()) for par, x in calls)
-    assert all(found != pytest.approx(other) for other in others)
+    own, *others = (float(par(x).detach()) for par, x in calls)
+    assert all(own != pytest.approx(other) for other in others)

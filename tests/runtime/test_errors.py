@@ -41,14 +41,14 @@ def refused(kind: type[Exception], *says: str, model: nn.Module | None = None) -
 
 def _picture(model: nn.Module) -> list[Any]:
     """All that a model holds, tensors by identity and value."""
-    found: list[Any] = []
+    seen: list[Any] = []
     for module in model.modules():
         names = ("_parameters", "_buffers", "_modules", "_forward_hooks")
-        found += [(name, dict(module.__dict__[name]).keys()) for name in names]
-        found += [(name, id(value)) for name, value in module.__dict__.items()]
+        seen += [(name, dict(module.__dict__[name]).keys()) for name in names]
+        seen += [(name, id(value)) for name, value in module.__dict__.items()]
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    found += [(n, id(t), str(t.device), t.requires_grad, t.tolist()) for n, t in tensors]
-    return found
+    seen += [(n, id(t), str(t.device), t.requires_grad, t.tolist()) for n, t in tensors]
+    return seen
 
 
 # -- what cannot be one graph ----------------------------------------------------------------------

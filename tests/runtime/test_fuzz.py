@@ -32,9 +32,9 @@ TIMEOUT_S = 120.0
 @pytest.fixture(scope="module")
 def team() -> Iterator[Team]:
     """A process of its own: what once took its process down shall not take pytest's."""
-    made = Team()
-    yield made
-    made.stop()
+    workers = Team()
+    yield workers
+    workers.stop()
 
 
 def test_there_are_fifty_fixed_cases() -> None:
@@ -112,7 +112,7 @@ def test_a_case_reads_back_from_its_line_and_builds_the_same_text() -> None:
             continue
         assert text == build(case, seed).text
         assert run_text(text).text == text
-    assert {one.kind for one in TABLE.values()} == {FROM_IDS, OP, LOSS, RETURN}
+    assert {entry.kind for entry in TABLE.values()} == {FROM_IDS, OP, LOSS, RETURN}
 
 
 def test_a_wrong_sum_is_found_by_both_comparisons() -> None:
@@ -246,17 +246,17 @@ def test_a_failure_is_shrunk_to_the_habit_that_makes_it_fail() -> None:
 
 @pytest.mark.slow
 def test_a_hang_and_a_process_that_dies_are_failures() -> None:
-    made = Team()
+    workers = Team()
     try:
         case = Case.parse("rows 4x8 | linear:1 | mean_square:0 return_loss:0 | | 2 | 'ddp'")
         text = build(case, 1).text
         endless = text.replace("super().__init__()", "super().__init__()\n        while True: pass")
-        assert made.run(Task(None, 0, endless, "'ddp'", 2), 2.0).kind == "hang"
+        assert workers.run(Task(None, 0, endless, "'ddp'", 2), 2.0).kind == "hang"
         dying = text.replace(
             "super().__init__()", "super().__init__()\n        import os; os.abort()"
         )
-        result = made.run(Task(None, 0, dying, "'ddp'", 2), 60.0)
+        result = workers.run(Task(None, 0, dying, "'ddp'", 2), 60.0)
         assert result.kind == "error" and "SIGABRT" in result.said
-        assert made.run(Task(case, 1), TIMEOUT_S).kind == "ok"
+        assert workers.run(Task(case, 1), TIMEOUT_S).kind == "ok"
     finally:
-        made.stop()
+        workers.stop()

@@ -21,9 +21,9 @@ from launch import launched
 @pytest.mark.slow
 def test_real_ranks(tmp_path: Path) -> None:
     tasks = ["fsdp in-order", "4d overlapped"]
-    found = launched(tmp_path, 4, *tasks, "one_fails", script="timeline_ranks.py")
+    by_task = launched(tmp_path, 4, *tasks, "one_fails", script="timeline_ranks.py")
     for task in tasks:
-        facts = found[task]
+        facts = by_task[task]
         assert facts["sent"] == facts["planned"], task  # what the graph's collectives send
         assert all(facts["nodes"]) and all(facts["modules"]), task
         assert {"blocks.0.up", "blocks.1.attention", "head"} <= set(facts["named products"]), task
@@ -34,12 +34,12 @@ def test_real_ranks(tmp_path: Path) -> None:
         assert sum(facts["parts"]) + facts["skew"] == pytest.approx(facts["seconds"])
         assert all(part > 0 for part in facts["parts"]), (task, facts["parts"])
         assert facts["table"] == len(facts["totals"]) + 1
-    assert found["fsdp in-order"]["tracks"] == ["data"]
-    assert {"data", "x"} <= set(found["4d overlapped"]["tracks"])
-    shows_what_it_counted(tmp_path / "fsdp-False.json", found["fsdp in-order"])
-    said = found["one_fails"]["said"]
+    assert by_task["fsdp in-order"]["tracks"] == ["data"]
+    assert {"data", "x"} <= set(by_task["4d overlapped"]["tracks"])
+    shows_what_it_counted(tmp_path / "fsdp-False.json", by_task["fsdp in-order"])
+    said = by_task["one_fails"]["said"]
     assert all("the ranks hold different calls" in text and "rank 1 train" in text for text in said)
-    assert found["one_fails"]["seconds"] < 20
+    assert by_task["one_fails"]["seconds"] < 20
 
 
 def shows_what_it_counted(path: Path, facts: dict[str, Any]) -> None:
@@ -62,8 +62,8 @@ def test_buffers_and_modes_stay(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     x = torch.randn(4, 8)
     par = autopar.parallelize(model, 1)
-    found = par.timeline(x)
-    assert {span.phase for span in found.spans} == {"forward", "backward"}
+    measured = par.timeline(x)
+    assert {span.phase for span in measured.spans} == {"forward", "backward"}
     assert torch.equal(par.module.get_buffer("1.running_mean"), torch.zeros(8))
     with torch.no_grad():
         assert {span.phase for span in par.timeline(x).spans} == {"forward"}
@@ -74,13 +74,13 @@ def test_buffers_and_modes_stay(tmp_path: Path) -> None:
 def test_one_rank_computes_only(tmp_path: Path) -> None:
     model, args, _ = models.gpt()
     par = autopar.parallelize(model, 1, args)
-    found = par.timeline(*args)
-    assert not found.totals() and found.communication == found.exposed_seconds == 0
-    assert 0 < found.computing < found.seconds
-    assert {"blocks.0.up", "head"} <= {span.module for span in found.spans}
-    assert {span.phase for span in found.spans} == {"forward", "backward"}
+    measured = par.timeline(*args)
+    assert not measured.totals() and measured.communication == measured.exposed_seconds == 0
+    assert 0 < measured.computing < measured.seconds
+    assert {"blocks.0.up", "head"} <= {span.module for span in measured.spans}
+    assert {span.phase for span in measured.spans} == {"forward", "backward"}
     assert all(p.grad is None for p in par.parameters())
-    shows(found, tmp_path / "trace.json")
+    shows(measured, tmp_path / "trace.json")
 
 
 # -- by hand ---------------------------------------------------------------------------------------
@@ -109,9 +109,9 @@ def step(*ops: Any) -> list[Any]:
     graph = event("graph", 0, 100, *ops)
     whole = event("autopar step", 0, 100, event("autopar forward", 0, 100, graph))
     carried = {"thread": 2, "input_shapes": [[2, 2]]}, {"thread": 3, "input_shapes": [[8]]}
-    one = event("gloo:all_reduce", 11, 40, **carried[0])
+    sum_event = event("gloo:all_reduce", 11, 40, **carried[0])
     other = event("gloo:all_reduce", 13, 60, **carried[1])
-    return [whole, other, one]
+    return [whole, other, sum_event]
 
 
 OPS = (
@@ -134,19 +134,19 @@ def measure(events: list[Any], *others: float) -> MeasuredStep:
 
 
 def test_what_was_hidden_and_what_was_waited_for() -> None:
-    found = measure(step(*OPS))
-    spans = {(span.name, span.kind): span for span in found.spans}
-    assert [round(value * 1e6) for value in (found.seconds, found.computing)] == [100, 26]
-    assert [round(value * 1e6) for value in (found.exposed_seconds, found.issuing)] == [31, 4]
-    one, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
-    assert [round(v * 1e6) for v in (one.start, one.end, one.hidden, one.exposed)] == [
+    measured = measure(step(*OPS))
+    spans = {(span.name, span.kind): span for span in measured.spans}
+    assert [round(value * 1e6) for value in (measured.seconds, measured.computing)] == [100, 26]
+    assert [round(value * 1e6) for value in (measured.exposed_seconds, measured.issuing)] == [31, 4]
+    first, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
+    assert [round(v * 1e6) for v in (first.start, first.end, first.hidden, first.exposed)] == [
         11, 40, 19, 12
     ]  # fmt: skip
     assert [round(v * 1e6) for v in (other.start, other.end, other.hidden, other.exposed)] == [
         40, 60, 0, 19
     ]  # fmt: skip
-    assert (one.track, one.bytes, one.module) == ("data", 24.0, "up")
-    (total,) = found.totals()
+    assert (first.track, first.bytes, first.module) == ("data", 24.0, "up")
+    (total,) = measured.totals()
     assert (total.number, total.bytes) == (2, 72.0)
     assert spans["sum_2", "wait"].start == pytest.approx(42e-6)
     assert spans["mm_1", "compute"].module == "down"
@@ -154,24 +154,24 @@ def test_what_was_hidden_and_what_was_waited_for() -> None:
 
 def test_waiting_for_a_late_rank_is_no_communication() -> None:
     """The first sum took 29 here and 8 on the rank that came last, the second one 20 and 15."""
-    found = measure(step(*OPS), 8.0, 15.0)
-    spans = {(span.name, span.kind): span for span in found.spans if span.kind != "skew"}
-    one, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
-    assert [round(v * 1e6) for v in (one.start, one.end, one.hidden, one.exposed)] == [
+    measured = measure(step(*OPS), 8.0, 15.0)
+    spans = {(span.name, span.kind): span for span in measured.spans if span.kind != "skew"}
+    first, other = spans["sum_1", "all_reduce"], spans["sum_2", "all_reduce"]
+    assert [round(v * 1e6) for v in (first.start, first.end, first.hidden, first.exposed)] == [
         32, 40, 0, 10
     ]  # fmt: skip
     assert [round(v * 1e6) for v in (other.start, other.end, other.hidden, other.exposed)] == [
         45, 60, 0, 16
     ]  # fmt: skip
-    late = [span for span in found.spans if span.kind == "skew"]
+    late = [span for span in measured.spans if span.kind == "skew"]
     assert [(s.name, round(s.start * 1e6), round(s.end * 1e6)) for s in late] == [
         ("sum_1", 30, 32), ("sum_2", 42, 45)
     ]  # fmt: skip
     whole = measure(step(*OPS))
-    assert found.exposed_seconds + found.skew_seconds == pytest.approx(whole.exposed_seconds)
-    assert found.other_seconds == pytest.approx(whole.other_seconds)
-    assert found.communication == pytest.approx(23e-6)
-    assert found.trace()["traceEvents"] and found.table().row_count == 2
+    assert measured.exposed_seconds + measured.skew_seconds == pytest.approx(whole.exposed_seconds)
+    assert measured.other_seconds == pytest.approx(whole.other_seconds)
+    assert measured.communication == pytest.approx(23e-6)
+    assert measured.trace()["traceEvents"] and measured.table().row_count == 2
 
 
 def test_equal_collectives_go_to_the_threads_of_their_group() -> None:
@@ -188,8 +188,8 @@ def test_equal_collectives_go_to_the_threads_of_their_group() -> None:
         for (thread, start), end in spans.items()
     ]
     before = event("gloo:all_reduce", -5.0, 1.0, thread=2, input_shapes=[[4]])
-    found = collective_periods(issued, [before, *events], 0.0)
-    assert found == [(11, 20), (12, 48), (21, 30), (49, 75)]
+    periods = collective_periods(issued, [before, *events], 0.0)
+    assert periods == [(11, 20), (12, 48), (21, 30), (49, 75)]
 
 
 @pytest.mark.parametrize("record", [OPS[:2] + OPS[3:], OPS[:5], (*OPS, OPS[5])])
@@ -200,7 +200,7 @@ def test_another_step_than_the_graphs_is_refused(record: Any) -> None:
 
 def test_ops_that_the_script_does_not_know_keep_their_own_name() -> None:
     odd = (event("aten::odd", 0, 0.5), *OPS)
-    found = measure(step(*odd))
-    names = [span.name for span in found.spans if span.kind == "compute"]
+    measured = measure(step(*odd))
+    names = [span.name for span in measured.spans if span.kind == "compute"]
     assert names == ["aten::odd", "mm", "mm_1"]
-    assert torch.tensor([span.seconds for span in found.spans]).min() >= 0
+    assert torch.tensor([span.seconds for span in measured.spans]).min() >= 0

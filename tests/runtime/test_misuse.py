@@ -224,8 +224,8 @@ def test_a_transformers_model_is_planned_without_its_cache() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         autopar.parallelize(model, 1, inputs)  # said once
-    for one in (par, autopar.parallelize(model, 1)):
-        assert "take par.unshard()" in said(one.generate, InputError)
+    for module in (par, autopar.parallelize(model, 1)):
+        assert "take par.unshard()" in said(module.generate, InputError)
 
 
 @pytest.mark.slow_cells("cache")

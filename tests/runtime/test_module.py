@@ -170,61 +170,61 @@ PAIRS = ("modes", "classes", "read", "frozen", "traced hooks", "copies", "comple
 )  # fmt: skip
 @pytest.mark.parametrize("task", PAIRS)
 def test_what_people_do_gives_what_one_device_gives(facts: Facts, task: str) -> None:
-    found = facts(task)
-    assert len(found) >= 2 and apart(found) == {}
+    pairs = facts(task)
+    assert len(pairs) >= 2 and apart(pairs) == {}
 
 
 @pytest.mark.slow
 def test_assigned_numbers_and_gradients_are_those_that_the_graph_reads(
     facts: Facts,
 ) -> None:
-    found = facts("assigned fsdp")
-    assert len(found) == 9 and apart(found, "another shape", "another dtype") == {}
-    assert "InputError: data of a parallel tensor of shape (32, 16)" in found["another shape"]
-    assert "convert it with .to(torch.float32)" in found["another dtype"]
+    pairs = facts("assigned fsdp")
+    assert len(pairs) == 9 and apart(pairs, "another shape", "another dtype") == {}
+    assert "InputError: data of a parallel tensor of shape (32, 16)" in pairs["another shape"]
+    assert "convert it with .to(torch.float32)" in pairs["another dtype"]
 
 
 @pytest.mark.parametrize("task", ["written", pytest.param("assigned megatron", marks=slow)])
 def test_writes_and_draws_reach_the_rank_that_holds_them(facts: Facts, task: str) -> None:
-    found = facts(task)
-    assert len(found) > 8 and apart(found, "another shape", "another dtype") == {}
+    pairs = facts(task)
+    assert len(pairs) > 8 and apart(pairs, "another shape", "another dtype") == {}
 
 
 def test_states_have_all_that_the_plain_ones_have(facts: Facts) -> None:
-    found = facts("states")
-    assert apart(found, "refused", "whole on every rank") == {}
-    for said in found["refused"]:
+    pairs = facts("states")
+    assert apart(pairs, "refused", "whole on every rank") == {}
+    for said in pairs["refused"]:
         assert said.startswith("InputError: this rank holds a part of (")
         assert (
             "get_model_state_dict(par" in said and "if rank == 0: torch.save(state, path)" in said
         )
-    assert found["whole on every rank"] == "Tensor"
+    assert pairs["whole on every rank"] == "Tensor"
 
 
 @pytest.mark.slow
 def test_numbers_that_change_are_inputs_where_forward_computes_with_them(
     facts: Facts,
 ) -> None:
-    found = facts("numbers")
+    pairs = facts("numbers")
     for how in ("arithmetic", "half", "isinstance", "exp", "branch"):
-        assert same(*found[how]), how
+        assert same(*pairs[how]), how
     # one graph for every beta, and one for every beta and gain
-    assert found["arithmetic: graphs"] == found["half: graphs"] == 2
-    assert found["arithmetic: keyed"] == found["half: keyed"] == []
+    assert pairs["arithmetic: graphs"] == pairs["half: graphs"] == 2
+    assert pairs["arithmetic: keyed"] == pairs["half: keyed"] == []
     for how in ("isinstance", "exp", "branch"):
-        assert found[f"{how}: graphs"] > 3, how
-        assert found[f"{how}: keyed"] == ["the argument beta"]
+        assert pairs[f"{how}: graphs"] > 3, how
+        assert pairs[f"{how}: keyed"] == ["the argument beta"]
 
 
 def test_what_no_graph_can_know_is_refused_by_name(facts: Facts) -> None:
-    found = facts("refusals")
-    assert "call the parallel model" in found["submodule"]
-    assert "parameter.full_tensor()" in found["submodule"]
-    assert "InputError: a hook of 0 (Linear) was added or taken away" in found["hook"]
-    assert found["no hook"] == "nothing was raised" and found["hook of the root"] == 1
-    assert "InputError: 2.bias was taken from the model" in found["no bias"]
-    assert "InputError: the submodules of Sequential were replaced" in found["replaced"]
-    assert "InputError: parameter 0.weight is a Parameter of" in found["a plain parameter"]
+    errors = facts("refusals")
+    assert "call the parallel model" in errors["submodule"]
+    assert "parameter.full_tensor()" in errors["submodule"]
+    assert "InputError: a hook of 0 (Linear) was added or taken away" in errors["hook"]
+    assert errors["no hook"] == "nothing was raised" and errors["hook of the root"] == 1
+    assert "InputError: 2.bias was taken from the model" in errors["no bias"]
+    assert "InputError: the submodules of Sequential were replaced" in errors["replaced"]
+    assert "InputError: parameter 0.weight is a Parameter of" in errors["a plain parameter"]
 
 
 @pytest.mark.slow

@@ -80,8 +80,8 @@ def planned(name: str) -> Program:
     """Under a named layout, or "x2.y2 3": drawn at random on that mesh with that seed."""
     if name in NAMED:
         world = World.of(NAMED[name])
-        asked = PlanRequest(name)
-        chosen = planner.choose_plan(PassManager(), gpt().program, world, asked)
+        request = PlanRequest(name)
+        chosen = planner.choose_plan(PassManager(), gpt().program, world, request)
     else:
         mesh, seed = name.split()
         world = World.of(Mesh.parse(mesh).size)

@@ -107,10 +107,10 @@ class Strided(nn.Module):
 
 def test_strides_of_a_contiguous_tensor_mean_the_same_on_all_ranks() -> None:
     torch.manual_seed(0)
-    found = subject(Strided(copy=True), (torch.randn(12, 6, 8),))
-    assert_equal_to_eager(found)
+    case = subject(Strided(copy=True), (torch.randn(12, 6, 8),))
+    assert_equal_to_eager(case)
     for seed in range(4):
-        found.at_random("x2.y3", seed)
+        case.at_random("x2.y3", seed)
 
 
 def test_strides_of_another_tensor_are_refused() -> None:

@@ -96,10 +96,10 @@ def _compare(name: str, layout: str) -> None:
     trainable = {n for n, p in model.named_parameters() if p.requires_grad}
     assert {n for n, p in par.named_parameters() if p.requires_grad} == trainable
     expected = _trained(copy.deepcopy(model), args, kwargs)
-    found = _trained(par, args, kwargs)
-    _same_on_all_ranks(found)
+    actual = _trained(par, args, kwargs)
+    _same_on_all_ranks(actual)
     if "dropout" not in name:
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5)
 
 
 def _worker(rank: int, folder: str) -> None:

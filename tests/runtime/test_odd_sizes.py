@@ -52,23 +52,23 @@ def test_cross_entropy_of_unequal_shards(reduction: str, smoothing: float, weigh
         labels[row, : row % 7] = ignored
     options = {"reduction": reduction, "label_smoothing": smoothing, "ignore_index": ignored}
     flat = weighted != (smoothing > 0)
-    found = subject(Classes(weighted, flat, **options), (sequences(), labels))
-    assert_equal_to_eager(found)
+    case = subject(Classes(weighted, flat, **options), (sequences(), labels))
+    assert_equal_to_eager(case)
     for ranks, layout in ((4, "ddp"), (3, "megatron"), (6, "fsdp")):
-        assert found.named(ranks, layout).loss_error < 1e-12
+        assert case.named(ranks, layout).loss_error < 1e-12
     for seed in range(3):
-        found.at_random("x2.y2.z2", seed)
+        case.at_random("x2.y2.z2", seed)
 
 
 def test_random_plans_split_the_classes_and_the_tokens() -> None:
     """The plans above are worth their time: logits lie on both, on several axes."""
     program = subject(Classes(False, True), (sequences(), ids())).program
-    found = set()
+    splits = set()
     for seed in range(40):
         plan = random_plan(program, "x2.y2", World.of(4), seed)
         logits = plan.choices["cross_entropy_loss"].operands[0]
-        found.add(tuple(sorted(state.dim for state in logits.states if state.kind == "S")))
-    assert {(0,), (1,), (0, 1), (1, 1)} <= found
+        splits.add(tuple(sorted(state.dim for state in logits.states if state.kind == "S")))
+    assert {(0,), (1,), (0, 1), (1, 1)} <= splits
 
 
 # -- sizes that do not divide ----------------------------------------------------------------------
@@ -106,11 +106,11 @@ def _odd_sizes(heads: int, vocabulary: int, batch: int) -> tuple[nn.Module, tupl
 def test_sizes_that_do_not_divide_split_something_else(
     heads: int, vocabulary: int, batch: int
 ) -> None:
-    found = subject(*_odd_sizes(heads, vocabulary, batch))
+    case = subject(*_odd_sizes(heads, vocabulary, batch))
     for ranks in (2, 3, 4, 6, 7):
-        found.named(ranks, "auto")
-        named_or_refused(found, ranks, ("ddp", "fsdp", "megatron")[ranks % 3])
-    found.at_random("x2.y3", 0)
+        case.named(ranks, "auto")
+        named_or_refused(case, ranks, ("ddp", "fsdp", "megatron")[ranks % 3])
+    case.at_random("x2.y3", 0)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ MASKS = {
 @pytest.mark.slow_cells("bert bool", "bert int", "t5 int")
 @pytest.mark.parametrize("name", MASKS)
 def test_padding_is_masked_the_same_on_all_ranks(name: str) -> None:
-    found = subject(*MASKS[name]())
+    case = subject(*MASKS[name]())
     for layout in ("auto", "megatron", "ddp"):
-        found.named(3, layout)
-    found.at_random("x2.y3", 1)
+        case.named(3, layout)
+    case.at_random("x2.y3", 1)

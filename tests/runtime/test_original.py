@@ -62,12 +62,12 @@ def test_the_model_is_left_as_it_was_and_draws_what_the_graph_draws() -> None:
     torch.manual_seed(0)
     model, x = Odd(), rows().requires_grad_()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    held = [id(p) for p in model.parameters()]
+    identities = [id(p) for p in model.parameters()]
     program = trace.trace(model, (x,))
     state, numbers = torch.get_rng_state(), random.getstate()
     assert compare_original(model, program, ((x,), {}), flops=1.0)
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == numbers
-    assert held == [id(p) for p in model.parameters()]
+    assert identities == [id(p) for p in model.parameters()]
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     assert all(p.grad is None for p in (*model.parameters(), x))
 

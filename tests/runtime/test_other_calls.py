@@ -49,10 +49,10 @@ def test_ranks_that_make_different_calls_all_hear_of_it(facts: dict[str, Any]) -
 
 
 def test_dropout_starts_anew_after_manual_seed(facts: dict[str, Any]) -> None:
-    found = facts["seeded"]
-    first, again, other, by_rank = found["runs"]
+    figures = facts["seeded"]
+    first, again, other, by_rank = figures["runs"]
     assert first == again and len({*first, *other}) == 6
-    assert other == by_rank and found["same"]  # rank 0's seed counts
+    assert other == by_rank and figures["same"]  # rank 0's seed counts
 
 
 @pytest.mark.slow
@@ -70,12 +70,12 @@ def test_a_rank_that_makes_another_call_alone_waits_for_nobody(tmp_path: Path) -
 @pytest.mark.slow
 def test_nothing_of_the_original_stays(two_ranks: None) -> None:  # noqa: F811
     model = nn.Sequential(nn.Linear(24, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
-    held = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
+    storages = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
     whole = weakref.ref(model)
     par = autopar.parallelize(model, 2, (rows(),), layout="ddp")
     del model
     gc.collect()
-    assert [ref() for ref in held] == [None] * len(held) and whole() is None
+    assert [ref() for ref in storages] == [None] * len(storages) and whole() is None
     with par._autopar.graphs.bare_model() as bare:
         assert type(bare) is nn.Sequential and all(t.is_meta for t in bare.parameters())
     assert isinstance(par, nn.Sequential) and not any(t.is_meta for t in par.parameters())
@@ -135,8 +135,8 @@ def test_the_oldest_graph_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(UserWarning, match="more than 2 kinds .* inputs .5, 4. float32: the oldest"):
         par(torch.ones(5, 4))
     graphs = par._autopar.graphs.others
-    kept = [graph.program.layouts[graph.user_inputs[0].node].shape for graph in graphs]
-    assert kept == [(6, 4), (5, 4)]
+    shapes = [graph.program.layouts[graph.user_inputs[0].node].shape for graph in graphs]
+    assert shapes == [(6, 4), (5, 4)]
     par(torch.ones(8, 4))
     assert len(par._autopar.graphs.others) == 2  # the training graph is not among them
 

@@ -24,26 +24,26 @@ def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 
 def test_losses_outside_the_model_are_those_of_one_device(facts: dict[str, Any]) -> None:
-    for layout, found in facts.items():
+    for layout, figures in facts.items():
         if layout != "sharded":
-            apart = found["apart"]
+            apart = figures["apart"]
             assert len(apart) == 8 and {k: d for k, d in apart.items() if not d < 1e-5} == {}
-            assert found["kinds"] == ["Tensor"], layout
+            assert figures["kinds"] == ["Tensor"], layout
 
 
 def test_an_output_that_the_backward_needs_is_not_written_over(facts: dict[str, Any]) -> None:
-    for layout, found in facts.items():
+    for layout, figures in facts.items():
         if layout != "sharded":
-            assert re.search("modified (by an )?in-?place", found["written"]), layout
+            assert re.search("modified (by an )?in-?place", figures["written"]), layout
 
 
 def test_outputs_stay_where_they_are_computed_on_request(
     facts: dict[str, Any],
 ) -> None:
-    found = facts["sharded"]
-    assert found["kinds"] == ["DTensor", "DTensor", "Tensor"]
-    assert found["kinds of an odd batch"] == found["kinds"]  # the type hangs on no size
-    assert found["rows"] == 4
+    figures = facts["sharded"]
+    assert figures["kinds"] == ["DTensor", "DTensor", "Tensor"]
+    assert figures["kinds of an odd batch"] == figures["kinds"]  # the type hangs on no size
+    assert figures["rows"] == 4
 
 
 class Head(nn.Module):

@@ -138,14 +138,14 @@ def test_what_only_storage_splits_is_not_padded() -> None:
     def search(program: Program) -> Program:
         return planner.search_plan(program, world, PlanRequest(layout="fsdp"))
 
-    found = padding.search_with_padding(search, program, world, PlanRequest(layout="auto"))
-    assert found.plan is not None and not found.plan.padding and not found.padding
-    stored = {name: str(layout) for name, layout in found.plan.stored.items()}
+    result = padding.search_with_padding(search, program, world, PlanRequest(layout="auto"))
+    assert result.plan is not None and not result.plan.padding and not result.padding
+    stored = {name: str(layout) for name, layout in result.plan.stored.items()}
     assert stored["p_embed_weight"] == "data:S(1)" and stored["p_bias"] == "whole"
     plain = search(program).plan
-    assert plain is not None and found.plan.bound <= found.plan.seconds
-    assert found.plan.seconds == pytest.approx(plain.seconds)
-    plan = dataclasses.replace(found.plan, fingerprint=fingerprint(source))
+    assert plain is not None and result.plan.bound <= result.plan.seconds
+    assert result.plan.seconds == pytest.approx(plain.seconds)
+    plan = dataclasses.replace(result.plan, fingerprint=fingerprint(source))
     autopar.verify(model, None, (ids, ids), layout=plan)
 
 

@@ -135,7 +135,7 @@ def test_ddp_leaves_parameters_unsharded_and_splits_the_batch(name: str) -> None
     assert not any(layout.axes_of("S") for _, layout in stored(plan)), stored(plan)
     # A mask may stay whole: BERT looks its own up by index.
     split = {key: layout.states[0].kind == "S" for key, layout in plan.inputs.items()}
-    assert split and all(held for key, held in split.items() if "mask" not in key), split
+    assert split and all(is_split for key, is_split in split.items() if "mask" not in key), split
     assert {c.kind for c in plan.collectives} == {"all_reduce"}
 
 
@@ -160,19 +160,19 @@ def test_megatron_splits_products_and_never_the_batch(name: str) -> None:
     plan = autopar.plan(model, 4, inputs, layout="megatron")
     assert str(plan.mesh) == "tp4"
     assert not any(layout.axes_of("S") for layout in plan.inputs.values())
-    ready = plan.context.program
+    program = plan.context.program
     products = [row for row in plan.rows if "tp" in row.layout]
     assert products, [row.layout for row in plan.rows]
     assert sum(layout.states[0].kind == "S" for _, layout in stored(plan)) >= len(stored(plan)) / 3
-    assert ready.plan is not None
+    assert program.plan is not None
 
 
 # -- a world of one --------------------------------------------------------------------------------
 def reached(outputs: Any) -> Tensor:
     """The loss in what a model of these tests returns."""
-    found = outputs.loss if hasattr(outputs, "loss") else outputs[-1]
-    assert isinstance(found, Tensor) and found.dim() == 0
-    return found
+    loss = outputs.loss if hasattr(outputs, "loss") else outputs[-1]
+    assert isinstance(loss, Tensor) and loss.dim() == 0
+    return loss
 
 
 def called(model: nn.Module, inputs: Any) -> Any:
@@ -213,12 +213,12 @@ def same_step(model: nn.Module, par: nn.Module, inputs: Any) -> None:
     torch.testing.assert_close(
         reached(called(par, inputs)), reached(called(model, inputs)), rtol=1e-6, atol=0
     )
-    expected, found = gradients(model), gradients(par)
+    expected, grads = gradients(model), gradients(par)
     model.zero_grad()
-    assert found.keys() == expected.keys()
+    assert grads.keys() == expected.keys()
     largest = max(float(g.norm()) for g in expected.values())
     for key, gradient in expected.items():
-        assert float((found[key] - gradient).norm()) <= 1e-5 * max(
+        assert float((grads[key] - gradient).norm()) <= 1e-5 * max(
             float(gradient.norm()), 1e-3 * largest
         ), key
 
@@ -244,8 +244,8 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
 
     def from_seed(seed: str, mesh: str) -> None:
         def candidates(layout: Any, ranks: int, program: Program) -> list[tuple[Mesh, Constraint]]:
-            one = Mesh(), Constraint("auto")
-            return [one if ranks == 1 else (Mesh.parse(mesh), Drawn("drawn"))]
+            single = Mesh(), Constraint("auto")
+            return [single if ranks == 1 else (Mesh.parse(mesh), Drawn("drawn"))]
 
         def convert(path: Any, *_: Any) -> tuple[float, float]:
             return 0.0, 1e-3 + weight * rng.random() if path else 0.0

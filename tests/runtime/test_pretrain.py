@@ -27,8 +27,8 @@ Losses = dict[tuple[int, str], float]  # by step and kind
 
 
 def losses_in(lines: list[str]) -> Losses:
-    found = (re.fullmatch(r"step (\d+) (loss|validation) (\S+)", line.strip()) for line in lines)
-    return {(int(m[1]), m[2]): float(m[3]) for m in found if m}
+    matches = (re.fullmatch(r"step (\d+) (loss|validation) (\S+)", line.strip()) for line in lines)
+    return {(int(m[1]), m[2]): float(m[3]) for m in matches if m}
 
 
 def run(folder: Path, ranks: int, *options: str, kill_at: int | None = None) -> Losses:
@@ -101,21 +101,21 @@ def apart(losses: Losses, others: Losses) -> float:
 
 
 def test_losses_are_those_of_one_device_after_a_kill_too(tmp_path: Path) -> None:
-    one = on_one_device(60, bfloat16=False)
+    single = on_one_device(60, bfloat16=False)
     first = run(tmp_path / "run", 4, kill_at=47)
     second = run(tmp_path / "run", 2, "--layout", "megatron")
     assert min(second)[0] == 41  # from the last checkpoint on
-    assert first.keys() | second.keys() == one.keys() and len(one) == 63
-    assert apart(first, one) < 1e-5 and apart(second, one) < 1e-5
+    assert first.keys() | second.keys() == single.keys() and len(single) == 63
+    assert apart(first, single) < 1e-5 and apart(second, single) < 1e-5
 
 
 def test_in_bfloat16_as_well(tmp_path: Path) -> None:
     """Rounding makes runs of bfloat16 drift apart, so the resumed run is held against the one that
     goes on from the same step on that layout, without a kill.
     """
-    one = on_one_device(20, bfloat16=True)
+    single = on_one_device(20, bfloat16=True)
     killed = run(tmp_path / "killed", 4, "--bfloat16", kill_at=47)
-    assert apart({k: x for k, x in killed.items() if k[0] <= 20}, one) < 2e-3
+    assert apart({k: x for k, x in killed.items() if k[0] <= 20}, single) < 2e-3
     calm = run(tmp_path / "calm", 4, "--bfloat16", "--steps", "40")
     assert max(calm)[0] == 40
     on_two = ("--layout", "megatron", "--bfloat16")

@@ -26,17 +26,17 @@ class Sum(nn.Module):
 def test_alone(count: int) -> None:
     norm: type[nn.Module] = nn.BatchNorm1d if count == 1 else nn.LayerNorm
     model, x = nn.Sequential(nn.Linear(8, 16), norm(16), nn.Linear(16, 8), Sum()), torch.ones(4, 8)
-    held = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
+    storages = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
     par = autopar.parallelize(model, 1, (x,), microbatches=count)
-    assert all(ref() is not None for ref in held)
+    assert all(ref() is not None for ref in storages)
     del model
     gc.collect()
-    assert [ref() for ref in held] == [None] * len(held)
+    assert [ref() for ref in storages] == [None] * len(storages)
     par(x).backward()
 
 
 @pytest.mark.slow
 def test_the_model_that_was_given_can_be_freed(tmp_path: Path) -> None:
-    found = launched(tmp_path, 2, "released", script="released_ranks.py")["released"]
-    assert set(found) == {*LAYOUTS, "planned", "recomputed", "in micro-batches", "in stages"}
-    assert not any(found.values()), found
+    left = launched(tmp_path, 2, "released", script="released_ranks.py")["released"]
+    assert set(left) == {*LAYOUTS, "planned", "recomputed", "in micro-batches", "in stages"}
+    assert not any(left.values()), left

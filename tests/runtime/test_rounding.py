@@ -76,18 +76,18 @@ def known_of(subject: Subject) -> Reference:
 
 
 def test_a_value_of_its_own_size_is_compared_with_itself() -> None:
-    found = known_of(
+    known = known_of(
         subject(simple(lambda m, x: m.down(m.up(x).relu()).square().mean()), (rows(),))
     )
-    floors = {n: found.floor(n) / v.abs().max() for n, v in found.values.items() if v.any()}
+    floors = {n: known.floor(n) / v.abs().max() for n, v in known.values.items() if v.any()}
     assert len(floors) > 15 and max(floors.values()) < 0.1, floors
 
 
 def test_the_floor_is_a_thousandth_of_what_cancels() -> None:
-    found = known_of(subject(simple(centred), (rows(),)))
-    terms = found.values["linear_1", 0].abs().mean()
-    assert found.values["output 1"].abs().max() < 1e-14 * terms
-    assert 0.3e-3 * terms < found.floor("output 1") < 30e-3 * terms
+    known = known_of(subject(simple(centred), (rows(),)))
+    terms = known.values["linear_1", 0].abs().mean()
+    assert known.values["output 1"].abs().max() < 1e-14 * terms
+    assert 0.3e-3 * terms < known.floor("output 1") < 30e-3 * terms
 
 
 def test_a_choice_that_was_made_stays_made() -> None:
@@ -97,8 +97,8 @@ def test_a_choice_that_was_made_stays_made() -> None:
         same = (m.up(x) * 0 + 1).topk(2, -1)[1]
         return (m.up(x).gather(-1, same) * (m.up(x) * 0 + 2 > 1)[:, :2]).sum()
 
-    found = known_of(subject(Simple(body), (rows(),)))
-    assert found.floor("output 0") < 0.1 * found.values["output 0"].abs()
+    known = known_of(subject(Simple(body), (rows(),)))
+    assert known.floor("output 0") < 0.1 * known.values["output 0"].abs()
 
 
 def test_a_jump_hides_nothing_larger_than_a_millionth() -> None:
@@ -114,14 +114,14 @@ def test_a_mistake_next_to_what_cancels_is_found() -> None:
         y = m.down(m.up(x))
         return ((y - y.mean(-1, keepdim=True)).sum(-1) + 1e-5 * y.sum(-1)).square().sum() * 1e10
 
-    found = subject(simple(body), (rows(),))
+    case = subject(simple(body), (rows(),))
     world = World.of(2)
-    chosen = planner.choose_plan(PassManager(), found.program, world, PlanRequest("ddp"))
+    chosen = planner.choose_plan(PassManager(), case.program, world, PlanRequest("ddp"))
     program = confirm.rewrite_for_ranks(PassManager(), chosen, world)
-    leaves = pytree.tree_leaves(tracing.call_arguments(found.inputs))
-    compare(program, found.single, leaves, 1e-9)
+    leaves = pytree.tree_leaves(tracing.call_arguments(case.inputs))
+    compare(program, case.single, leaves, 1e-9)
     small = next(n.name for n in program.module.graph.nodes if 1e-5 in n.args)
     wrong = mutations.broken(program, small, mutations.another_divisor)
     assert wrong is not None
     with pytest.raises(VerificationError, match="the first wrong node is mul"):
-        compare(wrong, found.single, leaves, 1e-9)
+        compare(wrong, case.single, leaves, 1e-9)

@@ -229,8 +229,8 @@ def test_the_number_of_stages_is_found() -> None:
 def test_more_micro_batches_leave_a_smaller_bubble() -> None:
     model, inputs = gpt()
     plans = [autopar.plan(model, 2, inputs, Stages(2, "ddp"), microbatches=n) for n in (2, 8)]
-    found = [re.search(r"ranks wait (\d+)%", " ".join(plan.notes)) for plan in plans]
-    waits = [int(match[1]) for match in found if match is not None]
+    matches = [re.search(r"ranks wait (\d+)%", " ".join(plan.notes)) for plan in plans]
+    waits = [int(match[1]) for match in matches if match is not None]
     assert len(waits) == 2 and waits[0] > waits[1]
 
 
@@ -317,12 +317,12 @@ def test_three_steps_on_gloo_are_those_of_one_device(
         names = {name for facts in everyone for name in facts[task]["names"]}
         assert names == {name for name, _ in example(task)[0].named_parameters()}
         for facts in everyone:
-            found = facts[task]
-            assert found["apart"] < 1e-9, (task, found["worst"], found["apart"])
-            assert len(found["names"]) < len(names), "a rank holds its stages' parameters alone"
-            assert found["evaluation of 8"] < 1e-9 and found["evaluation of 4"] < 1e-9
-            assert found["leaving"] <= LEAVING.get(task, found["leaving"])
-            assert found["layout"].count("Stages(") == 1, "a stage has no stages of its own"
+            figures = facts[task]
+            assert figures["apart"] < 1e-9, (task, figures["worst"], figures["apart"])
+            assert len(figures["names"]) < len(names), "a rank holds its stages' parameters alone"
+            assert figures["evaluation of 8"] < 1e-9 and figures["evaluation of 4"] < 1e-9
+            assert figures["leaving"] <= LEAVING.get(task, figures["leaving"])
+            assert figures["layout"].count("Stages(") == 1, "a stage has no stages of its own"
 
 
 @pytest.mark.parametrize(
@@ -351,8 +351,8 @@ def test_every_rank_says_why_a_pipeline_cannot_be(tmp_path: Path, task: str) -> 
 
 @pytest.mark.slow
 def test_what_goes_on_around_training_in_stages(tmp_path: Path) -> None:
-    for found in launched(tmp_path, 4, "around", script="stages_ranks.py", seconds=900):
-        facts = found["around"]
+    for of_rank in launched(tmp_path, 4, "around", script="stages_ranks.py", seconds=900):
+        facts = of_rank["around"]
         assert facts.pop("step") == 1 and facts.pop("stats")
         assert "Trainer has a model in stages" in facts.pop("refused")
         assert "was frozen since the model was parallelized in stages" in facts.pop("frozen")

@@ -29,13 +29,13 @@ TASKS = [
 @pytest.fixture(scope="module", params=TASKS, ids=", ".join)
 def facts(request: Any, tmp_path_factory: Any) -> Any:
     folder: Path = tmp_path_factory.mktemp("state")
-    found = launched(folder, 2, *request.param, script="state_ranks.py")
-    assert len(found) == 3
-    return found
+    by_rank = launched(folder, 2, *request.param, script="state_ranks.py")
+    assert len(by_rank) == 3
+    return by_rank
 
 
 def of_task(facts: dict[str, Any], name: str) -> dict[str, Any]:
-    return {task: found for task, found in facts.items() if task.startswith(name)}
+    return {task: figures for task, figures in facts.items() if task.startswith(name)}
 
 
 def test_a_trace_under_autocast_gives_what_eager_gives() -> None:
@@ -43,9 +43,9 @@ def test_a_trace_under_autocast_gives_what_eager_gives() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         program, expected = trace.trace(model, inputs), model(*inputs)
     assert program.signature.autocast == (("cpu", torch.bfloat16),)
-    found = run(program, inputs)
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    y = run(program, inputs)
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
     assert trace.trace(model, inputs).signature.autocast == ()
 
 
@@ -68,28 +68,29 @@ def test_one_rank_plans_for_another_autocast_too() -> None:
 
 @pytest.mark.slow
 def test_ranks_under_autocast_train_as_one_does(facts: Any) -> None:
-    for case, found in of_task(facts, "autocast").items():
-        assert found["dtypes"] == ["torch.float32", "torch.float32"], case
-        assert found["loss"] < 1e-3, (case, found)
-        assert found["gradients"] < 2e-2, (case, found)  # the products are of bfloat16
-        assert found["again"] < 1e-6, (case, found)  # by the scheduled graphs, where there are any
+    for case, figures in of_task(facts, "autocast").items():
+        assert figures["dtypes"] == ["torch.float32", "torch.float32"], case
+        assert figures["loss"] < 1e-3, (case, figures)
+        assert figures["gradients"] < 2e-2, (case, figures)  # the products are of bfloat16
+        # By the scheduled graphs, where there are any.
+        assert figures["again"] < 1e-6, (case, figures)
 
 
 def test_ranks_plan_for_another_autocast(facts: Any) -> None:
-    for case, found in of_task(facts, "autocast").items():
-        assert found["without"] < 1e-5, (case, found)
-        assert found["with"] < 1e-3, (case, found)
+    for case, figures in of_task(facts, "autocast").items():
+        assert figures["without"] < 1e-5, (case, figures)
+        assert figures["with"] < 1e-3, (case, figures)
 
 
 def test_what_is_edited_before_the_backward_is_refused_or_does_not_matter(facts: Any) -> None:
     for task, edits in of_task(facts, "changed").items():
         assert len(edits) == 8
-        for edit, found in edits.items():
+        for edit, figures in edits.items():
             case = f"{task}, {edit}"
-            assert found["error"] < 1e-5, (case, found)
+            assert figures["error"] < 1e-5, (case, figures)
             if edit.startswith(("parameters", "optimizer")):
-                assert "a parameter of shape" in found["said"], case
-                assert "modified by an inplace operation" in found["said"], case
+                assert "a parameter of shape" in figures["said"], case
+                assert "modified by an inplace operation" in figures["said"], case
             if edit.startswith("inputs") and edit.endswith("True"):  # sharded
-                assert "modified by an inplace operation" in found["said"], case
-            assert bool(found["said"]) <= (not edit.startswith("nothing")), case
+                assert "modified by an inplace operation" in figures["said"], case
+            assert bool(figures["said"]) <= (not edit.startswith("nothing")), case

@@ -23,7 +23,7 @@ def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("microbatches")
     ranks, tasks = request.param
     everyone = launched(folder, ranks, *tasks, script="microbatches_ranks.py")
-    assert all(found.keys() == set(tasks) for found in everyone)
+    assert all(of_rank.keys() == set(tasks) for of_rank in everyone)
     return everyone
 
 
@@ -31,53 +31,53 @@ def facts(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def others(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("besides")
     everyone = launched(folder, 4, "others", script="microbatches_ranks.py")
-    return [found["others"] for found in everyone]
+    return [of_rank["others"] for of_rank in everyone]
 
 
 def test_three_steps_are_those_of_one_device(facts: Any) -> None:
-    for found in facts:
-        for task in found:
-            assert "error" not in found[task], found[task]
-            assert found[task]["compared"] == 47 and found[task]["same shapes"]
-            assert found[task]["apart"] < 1e-12
+    for of_rank in facts:
+        for task in of_rank:
+            assert "error" not in of_rank[task], of_rank[task]
+            assert of_rank[task]["compared"] == 47 and of_rank[task]["same shapes"]
+            assert of_rank[task]["apart"] < 1e-12
 
 
 def test_gradients_are_summed_across_ranks_once_a_step(facts: Any) -> None:
     """Two micro-batches in turns have one backward."""
-    for found in facts:
-        for task in found.keys() & {*SUMMED, "fsdp:4:turns"}:
+    for of_rank in facts:
+        for task in of_rank.keys() & {*SUMMED, "fsdp:4:turns"}:
             runs = int(task.split(":")[1]) // (2 if task.endswith("turns") else 1)
-            assert found[task]["forms"] == [*["deferred"] * (runs - 1), "final"] * 3
+            assert of_rank[task]["forms"] == [*["deferred"] * (runs - 1), "final"] * 3
 
 
 def test_weights_are_gathered_once_a_step(facts: Any) -> None:
-    for found in facts:
-        for task in found.keys() & {"fsdp:4", "2.5d:4", "megatron:4"}:
-            assert found[task]["forwards"] == ["gathering", *["reusing"] * 3] * 3
+    for of_rank in facts:
+        for task in of_rank.keys() & {"fsdp:4", "2.5d:4", "megatron:4"}:
+            assert of_rank[task]["forwards"] == ["gathering", *["reusing"] * 3] * 3
 
 
 @pytest.mark.slow
 def test_what_goes_on_besides_training(others: Any) -> None:
-    for found in others:
-        assert "error" not in found, found
-        assert found["apart"] < 1e-12
-        assert found["tokens"] == pytest.approx(16 * 4)
-        assert found["micro-batches of auto"] == 1  # nothing limits the memory
-        assert all(found["drops"].values()), found["drops"]
+    for of_rank in others:
+        assert "error" not in of_rank, of_rank
+        assert of_rank["apart"] < 1e-12
+        assert of_rank["tokens"] == pytest.approx(16 * 4)
+        assert of_rank["micro-batches of auto"] == 1  # nothing limits the memory
+        assert all(of_rank["drops"].values()), of_rank["drops"]
 
 
 @pytest.mark.slow
 def test_a_mean_may_be_returned_as_it_is(others: Any) -> None:
-    for found in others:
-        assert len(found["alone"]) == 3
-        assert {loss: apart for loss, apart in found["alone"].items() if apart > 1e-12} == {}
+    for of_rank in others:
+        assert len(of_rank["alone"]) == 3
+        assert {loss: apart for loss, apart in of_rank["alone"].items() if apart > 1e-12} == {}
 
 
 @pytest.mark.slow
 def test_what_a_step_in_microbatches_cannot_do_is_refused(others: Any) -> None:
     another = "InputError: a step in micro-batches has the gradient of its loss alone"
     twice = "InputError: the backward of a step in micro-batches ran already"
-    for found in others:
-        assert another in found["said"]["another_result"]
-        assert twice in found["said"]["twice"]
-        assert "PlanError: a timeline is read off one forward" in found["said"]["timeline"]
+    for of_rank in others:
+        assert another in of_rank["said"]["another_result"]
+        assert twice in of_rank["said"]["twice"]
+        assert "PlanError: a timeline is read off one forward" in of_rank["said"]["timeline"]

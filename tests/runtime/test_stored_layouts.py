@@ -62,12 +62,12 @@ def chunked(layout: Layout, coordinate: dict[str, int]) -> torch.Tensor:
 def test_a_layout_is_plain_where_shards_in_mesh_order_cut_the_same_parts(
     name: str, mesh: str
 ) -> None:
-    program, found = annotated(name), Mesh.parse(mesh)
+    program, parsed = annotated(name), Mesh.parse(mesh)
     assert program.annotations is not None
     plain = strided = 0
     for node, shape in shapes(program):
-        for layout in placements(program.annotations.dims[node, 0], shape, found):
-            places = map(found.coordinate, range(found.size))
+        for layout in placements(program.annotations.dims[node, 0], shape, parsed):
+            places = map(parsed.coordinate, range(parsed.size))
             same = all(
                 torch.equal(layout.cut(numbered(layout), p), chunked(layout, p)) for p in places
             )
@@ -141,8 +141,8 @@ def _state(variable: Any, option: int) -> int | None:
 def test_plans_of_fused_weights_are_proven_and_store_plain_shards(name: str, layout: str) -> None:
     model, inputs = FUSED[name]()
     plan = autopar.plan(model, 4, inputs, layout=layout, smaller=False)
-    held = [*plan.stored.values(), *plan.outputs.values(), *plan.inputs.values()]
-    assert held and all(each.is_plain for each in held)
+    layouts = [*plan.stored.values(), *plan.outputs.values(), *plan.inputs.values()]
+    assert layouts and all(each.is_plain for each in layouts)
     check = autopar.verify(model, None, inputs, layout=plan)
     assert check.grad_error < 1e-9
 

@@ -120,9 +120,9 @@ def test_what_shares_memory(size: Any, stride: Any, overlap: bool) -> None:
 
 
 def right(facts: dict[str, dict[str, float]]) -> None:
-    for found in facts.values():
-        wrong = {what: error for what, error in found.items() if not error < LIMIT}
-        assert found and not wrong, wrong
+    for errors in facts.values():
+        wrong = {what: error for what, error in errors.items() if not error < LIMIT}
+        assert errors and not wrong, wrong
 
 
 @pytest.mark.slow

@@ -49,8 +49,8 @@ def one_layout(facts: dict[str, Any], where: str) -> None:
         assert error < LIMIT, f"{where}{what} of {name}"
     for what in ("losses agree", "graphs agree", "plans agree", "own shapes"):
         assert facts[what], f"{where}{what}"
-    found, expected = facts["names"]
-    assert sorted(found) == sorted(expected), where
+    names, expected = facts["names"]
+    assert sorted(names) == sorted(expected), where
     assert facts["stored as"] == ["ParallelTensor"], where
 
 
@@ -65,9 +65,9 @@ def test_weights_gathered_again_equal_one_device(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "regathered", "gathers of graphs")
     right(facts["regathered"])
     assert facts["regathered"]["regather"] == ["blocks.0", "blocks.1"]
-    kept, again = facts["gathers of graphs"]["none"], facts["gathers of graphs"]["gathers"]
-    assert kept["graphs"] == kept["planned"] and again["graphs"] == again["planned"]
-    assert again["planned"][1] - kept["planned"][1] == 8  # four products in each of two blocks
+    saving, again = facts["gathers of graphs"]["none"], facts["gathers of graphs"]["gathers"]
+    assert saving["graphs"] == saving["planned"] and again["graphs"] == again["planned"]
+    assert again["planned"][1] - saving["planned"][1] == 8  # four products in each of two blocks
 
 
 @pytest.mark.slow

@@ -125,11 +125,11 @@ def inverted_into_new_memory(model: Any, x: Tensor) -> Tensor:
 
 
 def test_filling_leaves_the_program_as_it_was() -> None:
-    pipeline, one = PassManager(), World.of(1)
+    pipeline, world = PassManager(), World.of(1)
     source = tracing.trace_model(Simple(inverted_into_new_memory), (rows(),))
     program = planner.analyse(pipeline, source)
-    chosen = planner.choose_plan(pipeline, program, one, PlanRequest("ddp"))
-    program = confirm.rewrite_for_ranks(pipeline, chosen, one)
+    chosen = planner.choose_plan(pipeline, program, world, PlanRequest("ddp"))
+    program = confirm.rewrite_for_ranks(pipeline, chosen, world)
     before = str(program.module.graph)
     (node,) = reference.unwritten_memory(program)
     filled = reference.fill_unwritten(program, reference.poison)

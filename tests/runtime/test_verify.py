@@ -69,17 +69,17 @@ def test_a_sum_that_a_rule_forgets_is_found_at_its_node(monkeypatch: pytest.Monk
 
 def test_an_op_without_its_sharded_implementation_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = normed()
-    found = subject(model, inputs)
+    case = subject(model, inputs)
 
     def splits(seed: int) -> bool:
-        plan = random_plan(found.program, "x3", World.of(3), seed)
+        plan = random_plan(case.program, "x3", World.of(3), seed)
         return str(plan.choices["softmax"].operands[0]) == "x:S(2)"
 
     seed = next(seed for seed in range(100) if splits(seed))
-    found.at_random("x3", seed)
+    case.at_random("x3", seed)
     monkeypatch.delitem(local._SPECIAL, aten.softmax.int)
     with pytest.raises(VerificationError) as caught:
-        found.at_random("x3", seed)
+        case.at_random("x3", seed)
     assert str(caught.value).startswith("the first wrong node is softmax")
     assert "aten.softmax.int of layout (x:S(2)), shape (12, 6, 48)" in str(caught.value)
 
@@ -171,13 +171,13 @@ def test_a_gradient_that_should_not_be_is_found(monkeypatch: pytest.MonkeyPatch)
     *before, last = passes.PIPELINE
 
     def only_several(program: Any, world: Any) -> Any:
-        made = last.run(program, world)
+        emitted = last.run(program, world)
         if program.plan.mesh.axes:
-            for node in made.module.graph.nodes:
+            for node in emitted.module.graph.nodes:
                 if node.target is aten.detach.default:
                     node.target = aten.alias.default
-            made.module.recompile()
-        return made
+            emitted.module.recompile()
+        return emitted
 
     monkeypatch.setattr(confirm, "PIPELINE", (*before, last._replace(run=only_several)))
     assert refused(model, 2, inputs, "ddp").startswith("grad_error is ")

@@ -42,9 +42,9 @@ def test_a_function_of_the_user_s_initializes_modules_below_too(facts: dict[str,
 
 
 def test_files_of_transformers_are_read_and_written(facts: dict[str, Any]) -> None:
-    found = facts["files"]
-    said = found.pop("said")
-    assert len(found) == 3 and not any(found.values()), found
+    wrong = facts["files"]
+    said = wrong.pop("said")
+    assert len(wrong) == 3 and not any(wrong.values()), wrong
     assert "transformer.wpe.weight is missing" in said["missing"]
     assert "mlp.gate_proj.weight is (64, 32) there and (128, 32) here" in said["shape"]
 
@@ -177,9 +177,9 @@ def drawn_anew(module: nn.Module) -> None:
 @pytest.mark.parametrize("function", [scaled, drawn_anew])
 def test_a_function_comes_after_the_constructors(function: Any) -> None:
     torch.manual_seed(6)
-    one = Deep()
+    single = Deep()
     with torch.no_grad():
-        one.apply(function)
+        single.apply(function)
     draw = torch.rand(())
     ids = torch.arange(12).reshape(2, 6)
     with torch.device("meta"):
@@ -189,7 +189,7 @@ def test_a_function_comes_after_the_constructors(function: Any) -> None:
     par.init_weights(function)
     assert torch.rand(()) == draw
     state = par.state_dict()
-    assert [n for n, x in one.state_dict().items() if not torch.equal(state[n], x)] == []
+    assert [n for n, x in single.state_dict().items() if not torch.equal(state[n], x)] == []
 
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:

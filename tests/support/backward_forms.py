@@ -20,8 +20,8 @@ def recorded_forms() -> Iterator[list[str]]:
     before = DeferredBackward.run
 
     def run(self: DeferredBackward, values: list[Any], accumulator: Any) -> Any:
-        asked = accumulator is not None and self.has_variants
-        forms.append(accumulator.form() if asked else "reduced")
+        varies = accumulator is not None and self.has_variants
+        forms.append(accumulator.form() if varies else "reduced")
         return before(self, values, accumulator)
 
     with mock.patch.object(DeferredBackward, "run", run):

@@ -64,22 +64,22 @@ class Objective:
         self, node: fx.Node, joint: list[tuple[AxisChoice, ...]] | None = None
     ) -> list[Strategy]:
         """Every strategy of a node, or those of these joint choices."""
-        spec, factors = self.notes.specs[node.name], self.notes.factors[node.name]
+        rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         gradient = carries_gradient(self.notes, node)
-        choices = axis_choices(spec, factors, self.mesh, gradient)
+        choices = axis_choices(rule, factors, self.mesh, gradient)
         operands = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
         results = tuple(shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor))
         several = itertools.product(*choices) if joint is None else joint
-        return strategies(spec, factors, self.mesh, operands, results, several, may_idle=False)
+        return strategies(rule, factors, self.mesh, operands, results, several, may_idle=False)
 
     def node_seconds(self, node: fx.Node, strategy: Strategy) -> float:
         gradient = carries_gradient(self.notes, node)
         dtype = next(v.dtype for v in results_of(node) if isinstance(v, torch.Tensor))
         own = node_seconds(self.notes.specs[node.name], strategy, dtype, gradient, self.world)
-        found = [
+        collectives = [
             x for x in inner_collectives(node, strategy.operands) if gradient or not x.backward
         ]
-        return own + sum(cost.seconds for cost in inner_costs(found, self.mesh, self.world))
+        return own + sum(cost.seconds for cost in inner_costs(collectives, self.mesh, self.world))
 
     # -- values ------------------------------------------------------------------------------------
     def _reshard(self, source: Layout, target: Layout, element_bytes: int, gradient: bool) -> float:
@@ -91,8 +91,8 @@ class Objective:
         value = (node.name, 0)
         whole = I if value in self.notes.gradient else R
         shape = shape_of(value_of(node))
-        found = placements(self.notes.dims[value], shape, self.mesh, whole)
-        return tuple(layout for layout in found if layout.is_plain)
+        layouts = placements(self.notes.dims[value], shape, self.mesh, whole)
+        return tuple(layout for layout in layouts if layout.is_plain)
 
     def _value_seconds(
         self, value: Value, produced: Layouts, wanted: tuple[Layouts, ...], copies: Layouts
@@ -137,9 +137,9 @@ class _Uses:
                 value = producer(objective.named[output.node])
                 shape = shape_of(value_of(objective.named[output.node]))
                 every = placements(objective.notes.dims[value], shape, objective.mesh)
-                found = [layout for layout in every if layout.is_plain]
+                layouts_by_use = [layout for layout in every if layout.is_plain]
                 whole = output.kind == "mutation" or not shape
-                self.of[value].append(tuple(found[:1] if whole else found))
+                self.of[value].append(tuple(layouts_by_use[:1] if whole else layouts_by_use))
 
 
 class _Everything:
@@ -179,8 +179,8 @@ class _Everything:
                 break
             self.chosen.append(strategy)
             for value in self.settled[depth]:
-                ways = self.produced(value), self.wanted(value), self.copies[value]
-                total += self.objective.value_seconds(value, *ways)
+                choices = self.produced(value), self.wanted(value), self.copies[value]
+                total += self.objective.value_seconds(value, *choices)
             if total + rest < self.below:
                 yield from self.walk(depth + 1, total)
             self.chosen.pop()
@@ -188,8 +188,8 @@ class _Everything:
     def produced(self, value: Value) -> Layouts:
         if value[0] in self.place:
             return (self.chosen[self.place[value[0]]].results[value[1]],)
-        found = self.objective.placed(self.objective.named[value[0]])
-        return found if value[0] in self.objective.parameters else found[:1]
+        layouts = self.objective.placed(self.objective.named[value[0]])
+        return layouts if value[0] in self.objective.parameters else layouts[:1]
 
     def wanted(self, value: Value) -> tuple[Layouts, ...]:
         return tuple(self._want(taker) for taker in self.uses[value])
@@ -205,13 +205,13 @@ class _Everything:
         parameter and output, and a copy or none of every value with several uses.
         """
         for seconds in self.walk():
-            ways, least = [], []
+            options, least = [], []
             for value in self.uses:
-                found = list(self._choices(value))
-                least.append(min(cost for cost, *_ in found))
-                ways.append(sorted(found, key=lambda pair: pair[0]))
+                choices = list(self._choices(value))
+                least.append(min(cost for cost, *_ in choices))
+                options.append(sorted(choices, key=lambda pair: pair[0]))
             strategies = seconds - math.fsum(least)
-            for total, picked in _sums(ways, self.below - strategies):
+            for total, picked in _sums(options, self.below - strategies):
                 yield strategies + total, self._plan(dict(zip(self.uses, picked, strict=True)))
 
     def _choices(self, value: Value) -> Iterator[tuple[float, Layout, Layout | None, Layouts]]:
@@ -239,8 +239,8 @@ class _Everything:
             node.name: Choice(tuple(map(split_of, s.choices)), s.operands, s.results)
             for node, s in zip(self.nodes, self.chosen, strict=True)
         }
-        stored = {v[0]: way[1] for v, way in picked.items() if v[0] not in self.place}
-        copies = {value: way[2] for value, way in picked.items() if way[2] is not None}
+        stored = {v[0]: option[1] for v, option in picked.items() if v[0] not in self.place}
+        copies = {value: option[2] for value, option in picked.items() if option[2] is not None}
         outputs = {}
         for number, output in enumerate(objective.program.signature.outputs):
             if output.node is not None:
@@ -259,21 +259,21 @@ def _sums(choices: list[list[Any]], below: float) -> Iterator[tuple[float, list[
         yield 0.0, []
         return
     rest = math.fsum(others[0][0] for others in choices[1:])
-    for way in choices[0]:
-        if way[0] + rest >= below:
+    for option in choices[0]:
+        if option[0] + rest >= below:
             return
-        for total, picked in _sums(choices[1:], below - way[0]):
-            yield way[0] + total, [way, *picked]
+        for total, picked in _sums(choices[1:], below - option[0]):
+            yield option[0] + total, [option, *picked]
 
 
 def least(program: Program, mesh: Mesh, world: World) -> float:
     """The least modelled seconds of a step over every combination of strategies, stored layouts and
     copies.
     """
-    found = _Everything(program, mesh, world, math.inf)
-    for seconds in found.walk():
-        found.below = min(found.below, seconds)
-    return found.below
+    plans = _Everything(program, mesh, world, math.inf)
+    for seconds in plans.walk():
+        plans.below = min(plans.below, seconds)
+    return plans.below
 
 
 def faster(program: Program, mesh: Mesh, world: World, below: float) -> Iterator[Plan]:

@@ -217,19 +217,19 @@ def four_d(x: int, y: int, z: int, data: int, model: str) -> list[Line]:
             *(over_y if z > 1 and data > 1 else parameter(h, x, x * z, 4)),
             *((BACKWARD, "all_reduce", "data+z", size / (x * y), n) for size, n in biases),
         ]
-    held = [line for size, n in weights for line in parameter(size, x * y, x * y * z, n)]
-    lines = [*plane("x", "y", x, y, m / (z * data))[model], *held, *vectors, loss("data+z+x")]
+    parameters = [line for size, n in weights for line in parameter(size, x * y, x * y * z, n)]
+    lines = [*plane("x", "y", x, y, m / (z * data))[model], *parameters, *vectors, loss("data+z+x")]
     return _without({"z": z, "data": data}, lines)
 
 
 def _without(sizes: dict[str, int], lines: list[Line]) -> list[Line]:
     """The lines less the axes of size 1."""
-    kept = []
+    others = []
     for phase, kind, axes, *rest in lines:
         names = "+".join(axis for axis in axes.split("+") if sizes.get(axis) != 1)
         if names:
-            kept.append((phase, kind, names, *rest))
-    return kept  # type: ignore[return-value]
+            others.append((phase, kind, names, *rest))
+    return others  # type: ignore[return-value]
 
 
 # -- 2.5D ------------------------------------------------------------------------------------------
@@ -242,10 +242,10 @@ def two_and_a_half_d(q: int, d: int, model: str) -> list[Line]:
     lines: list[Line] = []
     if model == "chain":
         products = [(h, i), (i, h)] * 2
-        held = [(v * h, q, 1)]
+        sizes = [(v * h, q, 1)]
     else:
         products = [(h, 3 * h), (h, h), (h, 4 * h), (4 * h, h)]
-        held = [(v * h, q, 1), *((size, q, n) for size, n in BLOCK_VECTORS)]
+        sizes = [(v * h, q, 1), *((size, q, n) for size, n in BLOCK_VECTORS)]
         lines += [
             (FORWARD, "all_reduce", "col", m / (d * q), 4),
             (BACKWARD, "all_reduce", "col", 2 * m / (d * q), 2),
@@ -260,7 +260,7 @@ def two_and_a_half_d(q: int, d: int, model: str) -> list[Line]:
                 lines.append((phase, kind, axis, words, q))
         if d > 1:
             lines.append((BACKWARD, "all_reduce", "depth", k * n / q**2, 1))
-    for size, over, times in held:
+    for size, over, times in sizes:
         lines += mirrored([(FORWARD, "all_gather", "row", size / over, times)])
         if d > 1:
             lines.append((BACKWARD, "all_reduce", "depth", size / over / q, times))

@@ -74,42 +74,42 @@ class Program01:
 
 def least(program: Program, mesh: Mesh, world: World) -> float:
     """The least modelled seconds of a step on one mesh without a constraint."""
-    objective, found = Objective(program, mesh, world), Program01()
+    objective, problem = Objective(program, mesh, world), Program01()
     uses, options = _Uses(objective).of, []
     operands: list[dict[int, ColumnsByLayout]] = []
-    made: dict[Value, ColumnsByLayout] = {}
+    columns_of: dict[Value, ColumnsByLayout] = {}
     for node in objective.nodes:
         rated = [(objective.node_seconds(node, s), s) for s in objective.strategies(node)]
         options.append(rated)
-        columns = found.columns((seconds for seconds, _ in rated), integral=True)
-        found.one_of(columns)
+        columns = problem.columns((seconds for seconds, _ in rated), integral=True)
+        problem.one_of(columns)
         several = range(len(rated[0][1].operands))
         operands.append(
             {i: _by(columns, [strategy.operands[i] for _, strategy in rated]) for i in several}
         )
         for index in range(len(rated[0][1].results)):
             layouts = [strategy.results[index] for _, strategy in rated]
-            made[node.name, index] = _by(columns, layouts)
+            columns_of[node.name, index] = _by(columns, layouts)
     for value, takers in uses.items():
-        if value not in made:
-            made[value] = _stored(objective, found, value)
+        if value not in columns_of:
+            columns_of[value] = _stored(objective, problem, value)
         wanted: list[ColumnsByLayout] = []
         for taker in takers:
             if isinstance(taker[0], int):
                 wanted.append(operands[taker[0]][taker[1]])  # type: ignore[index]
             else:
-                columns = found.columns([0.0] * len(taker), integral=True)
-                found.one_of(columns)
+                columns = problem.columns([0.0] * len(taker), integral=True)
+                problem.one_of(columns)
                 wanted.append(_by(columns, taker))
-        _carry(objective, found, value, made[value], wanted, _shared(takers, options))
-    return found.least()
+        _carry(objective, problem, value, columns_of[value], wanted, _shared(takers, options))
+    return problem.least()
 
 
 def _by(columns: Columns, layouts: Iterable[Any]) -> ColumnsByLayout:
-    held: dict[Layout | None, Columns] = defaultdict(list)
+    by_layout: dict[Layout | None, Columns] = defaultdict(list)
     for column, layout in zip(columns, layouts, strict=True):
-        held[layout].append(column)
-    return held
+        by_layout[layout].append(column)
+    return by_layout
 
 
 def _stored(objective: Objective, solution: Program01, value: Value) -> ColumnsByLayout:
@@ -158,14 +158,14 @@ def _carry(
         copies = _by(columns[1:], copied)
         making = flow(origin, copies)
         at_most(making, origin)
-        for copy, held in copies.items():
-            solution.equal([column for (_, c), column in making.items() if c == copy], held)
+        for copy, taking in copies.items():
+            solution.equal([column for (_, c), column in making.items() if c == copy], taking)
     for use in wanted:
         direct, through = flow(origin, use), flow(copies, use)
         at_most(direct, origin)
         at_most(through, copies)
-        for layout, held in use.items():
+        for layout, taking in use.items():
             arriving = [
                 c for flows in (direct, through) for (_, b), c in flows.items() if b == layout
             ]
-            solution.equal(arriving, held)
+            solution.equal(arriving, taking)

@@ -68,8 +68,8 @@ class Spot:
 
     def like(self, kind: tuple[type, ...]) -> list[Json]:
         """Other values of the document, of these types."""
-        found = (at(self.data, path) for path in places(self.data))
-        return [one for one in found if isinstance(one, kind) and not isinstance(one, bool)]
+        leaves = (at(self.data, path) for path in places(self.data))
+        return [leaf for leaf in leaves if isinstance(leaf, kind) and not isinstance(leaf, bool)]
 
 
 def typed(spot: Spot) -> None:
@@ -167,11 +167,11 @@ def nested(spot: Spot) -> None:
 def state(spot: Spot) -> None:
     """Another state of some layout, or another split of some node."""
     lists = [at(spot.data, p) for p in places(spot.data) if p[-1] in ("states", "splits")]
-    lists = [one for one in lists if isinstance(one, list) and one]
+    lists = [names for names in lists if isinstance(names, list) and names]
     if not lists:
         return another(spot)
     chosen = spot.draw.choice(lists)
-    known = [s for one in lists for s in one if isinstance(s, str)]
+    known = [s for names in lists for s in names if isinstance(s, str)]
     chosen[spot.draw.randrange(len(chosen))] = spot.draw.choice([*known, "I", "R", "P", "m", "n"])
     return None
 
@@ -237,16 +237,17 @@ def _unescaped(piece: str) -> tuple[str, str]:
 
 def broken_bytes(data: bytes, draw: Draw) -> tuple[bytes, str]:
     """The file cut, flipped, filled with noise, or in another encoding."""
-    found = bytearray(data)
-    where = draw.randrange(len(found))
+    content = bytearray(data)
+    where = draw.randrange(len(content))
     noise = bytes(draw.randrange(256) for _ in range(draw.choice([1, 4, 64])))
     kinds: dict[str, Callable[[], bytes]] = {
-        "truncated": lambda: bytes(found[:where]),
+        "truncated": lambda: bytes(content[:where]),
         "flipped": lambda: (
-            bytes([*found[:where], found[where] ^ 1 << draw.randrange(8)]) + found[where + 1 :]
+            bytes([*content[:where], content[where] ^ 1 << draw.randrange(8)])
+            + content[where + 1 :]
         ),
-        "noise": lambda: bytes(found[:where]) + noise + found[where:],
-        "bad utf-8": lambda: bytes(found[:where]) + b"\xff\xfe\xc3(" + found[where:],
+        "noise": lambda: bytes(content[:where]) + noise + content[where:],
+        "bad utf-8": lambda: bytes(content[:where]) + b"\xff\xfe\xc3(" + content[where:],
         "utf-16": lambda: data.decode().encode("utf-16"),
         "bom": lambda: b"\xef\xbb\xbf" + data,
         "twice": lambda: data + data,
@@ -254,7 +255,7 @@ def broken_bytes(data: bytes, draw: Draw) -> tuple[bytes, str]:
         "only noise": lambda: noise,
         "empty": lambda: b"",
         "nested": lambda: b"[" * 100000,
-        "digit": lambda: bytes(found[:where]) + b"9" + found[where:],
+        "digit": lambda: bytes(content[:where]) + b"9" + content[where:],
     }
     name = draw.choice(list(kinds))
     return kinds[name](), f"{name} at byte {where}"

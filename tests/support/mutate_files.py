@@ -68,11 +68,11 @@ def subject() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 def documents_of_plans() -> list[Json]:
     model, inputs = subject()
-    asked: tuple[tuple[Any, Any, Any], ...] = (
+    requests: tuple[tuple[Any, Any, Any], ...] = (
         (4, "megatron", "none"), (4, autopar.Grid25D(2), "none"), (2, "fsdp", "full"),
         (World.preset("dgx-h100", 4), "auto", "auto"), (star(4), "ddp", "gathers"),
     )  # fmt: skip
-    plans = (autopar.plan(model, w, inputs, how, recompute=again) for w, how, again in asked)
+    plans = (autopar.plan(model, w, inputs, how, recompute=again) for w, how, again in requests)
     return [json.loads(json.dumps(plan.to_json())) for plan in plans]
 
 
@@ -139,10 +139,10 @@ class Trial:
         assert shown.exit_code == 0, "show refuses what load takes"
         assert autopar.Plan.from_json(plan.to_json()) == plan
         try:
-            made = apply.renew_plan(self.model, plan, self.inputs)
+            renewed = apply.renew_plan(self.model, plan, self.inputs)
         except autopar.AutoparError as error:
             return refusal(error)
-        _assert_finite(made.seconds, made.comm_bytes, made.peak_bytes)
+        _assert_finite(renewed.seconds, renewed.comm_bytes, renewed.peak_bytes)
         return self._proven(plan)
 
     def _proven(self, plan: autopar.Plan) -> str:
@@ -172,13 +172,13 @@ class Trial:
         for layout, overlap in (("auto", False), ("fsdp", True)):
             try:
                 layout = layout if world.ranks <= 8 else "ddp"
-                made = autopar.plan(
+                planned = autopar.plan(
                     self.model, world, self.inputs, layout, overlap=overlap, smaller=False
                 )
             except autopar.AutoparError as error:
                 return refusal(error)
-            step = made.seconds, made.overlapped or 0.0, made.bound
-            _assert_finite(*step, made.comm_bytes, made.peak_bytes)
+            step = planned.seconds, planned.overlapped or 0.0, planned.bound
+            _assert_finite(*step, planned.comm_bytes, planned.peak_bytes)
         return "accepted, and planned on"
 
 
@@ -239,8 +239,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("plans", "worlds", "seed"):
         parser.add_argument(f"--{name}", type=int, default=0 if name == "seed" else 1000)
-    asked = parser.parse_args()
-    failed, counts = run(asked.plans, asked.worlds, asked.seed)
+    arguments = parser.parse_args()
+    failed, counts = run(arguments.plans, arguments.worlds, arguments.seed)
     print(*failed, sep="\n", end="\n" if failed else "")
     print(*(f"{count:6} {name}" for name, count in counts.items()), sep="\n")
     return 1 if failed else 0

@@ -107,8 +107,8 @@ def _only_own_part_has_a_gradient(gather: fx.Node) -> bool:
 def another_dim(node: fx.Node) -> bool:
     rank, size = len(node.meta["step"].before.shape), node.meta["step"].group_size
     for dim in range(rank):
-        found = node.meta["step"].before.local_shape[dim]
-        if dim != node.kwargs["dim"] and (node.target is c.all_gather or found % size == 0):
+        extent = node.meta["step"].before.local_shape[dim]
+        if dim != node.kwargs["dim"] and (node.target is c.all_gather or extent % size == 0):
             node.update_kwarg("dim", dim)
             node.update_kwarg("inner", None)
             return True

@@ -96,8 +96,8 @@ def attention_by_einsum() -> Example:
         def forward(self, x: Tensor) -> Tensor:
             q, k, v = self.split(x)
             scores = torch.einsum("bhqe,bhke->bhqk", q, k)
-            kept = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
-            weights = scores.masked_fill(~kept, -1e9).softmax(-1)
+            mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).tril()
+            weights = scores.masked_fill(~mask, -1e9).softmax(-1)
             return self.join(torch.einsum("bhqk,bhkv->bhqv", weights, v))
 
     return Einsum(), (sequences(),), {}

@@ -46,9 +46,9 @@ def run_everywhere(facts_of: Callable[[str], Facts]) -> None:
 
 def everywhere(value: Any) -> list[Any]:
     """The value of every rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gathered(local: torch.Tensor) -> list[torch.Tensor]:

@@ -56,9 +56,9 @@ class Subject:
 
 def subject(model: nn.Module, inputs: Any) -> Subject:
     program = planner.analyse(PassManager(), to_float64(tracing.trace_model(model, inputs)))
-    one = World.of(1)
+    world = World.of(1)
     single = confirm.rewrite_for_ranks(
-        PassManager(), solve.search_meshes(program, one, PlanRequest("auto")), one
+        PassManager(), solve.search_meshes(program, world, PlanRequest("auto")), world
     )
     return Subject(model, inputs, program, single)
 
@@ -101,16 +101,16 @@ def assert_equal_to_eager(subject: Subject) -> None:
     """The traced graph in float64 gives what the model gives: verify compares with the graph."""
     model = copy.deepcopy(subject.model).double()
     args, kwargs = pytree.tree_map(_double, tracing.call_arguments(subject.inputs))
-    held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    held = {name: tensor.detach().clone() for name, tensor in held.items()}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
         wanted = model(*args, **kwargs)
-        found = run(subject.program, args, kwargs, held)
+        actual = run(subject.program, args, kwargs, tensors)
     finally:
         torch.set_default_dtype(default)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual, wanted, rtol=1e-10, atol=1e-10)
 
 
 def _double(value: Any) -> Any:

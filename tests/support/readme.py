@@ -41,8 +41,8 @@ def batches(count: int) -> list[tuple[Tensor, ...]]:
 def block(words: str) -> str:
     """The block of Python that has these words."""
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    (found,) = (block for block in blocks if words in block)
-    return found
+    (code,) = (block for block in blocks if words in block)
+    return code
 
 
 def commands() -> list[list[str]]:

@@ -101,14 +101,14 @@ class Traced:
 
 
 def _halved(atoms: tuple[Atom, ...]) -> tuple[Atom, ...]:
-    found: list[Atom] = []
+    halves: list[Atom] = []
     for atom in atoms:
         outer = next((p for p in (2, 3) if atom.size % p == 0 and atom.size > p), 1)
         pieces = [outer, atom.size // outer] if outer > 1 else [atom.size]
-        found.extend(
+        halves.extend(
             Atom(1000 * (atom.number + 1) + i, p, atom.opaque) for i, p in enumerate(pieces)
         )
-    return tuple(found)
+    return tuple(halves)
 
 
 def graph_of(case: Case) -> tuple[fx.Graph, fx.Node]:
@@ -136,8 +136,10 @@ def trace(case: Case) -> Traced:
         for n in graph.nodes
         if n.op == "placeholder"
     )
-    spec = pytree.tree_structure(())
-    program = annotate(Program(fx.GraphModule({}, graph), Signature(inputs, (), spec, spec)))
+    no_arguments = pytree.tree_structure(())
+    program = annotate(
+        Program(fx.GraphModule({}, graph), Signature(inputs, (), no_arguments, no_arguments))
+    )
     notes = program.annotations
     assert notes is not None
     return Traced(
@@ -159,15 +161,15 @@ def random_layout(mesh: Mesh, shape: tuple[int, ...], kinds: str, draw: random.R
 
 
 def _random_digit(layout: Layout, axis: str, draw: random.Random) -> State | None:
-    fitting = []
+    digits = []
     for dim, size in enumerate(layout.shape):
         for stride in (n for n in range(1, size) if size % n == 0):
             try:
                 layout.with_state(axis, S(dim, stride))
             except LayoutError:
                 continue
-            fitting.append(S(dim, stride))
-    return draw.choice(fitting) if fitting else None
+            digits.append(S(dim, stride))
+    return draw.choice(digits) if digits else None
 
 
 # -- the call on shards ----------------------------------------------------------------------------
@@ -245,17 +247,17 @@ def on_one_device(traced: Traced) -> Unsharded:
         for r in results
     ]
     leaves = [x for x in operands if x is not None and x.requires_grad]
-    found: Iterator[Any] = iter(())
+    derivatives: Iterator[Any] = iter(())
     if leaves and any(c is not None for c in cotangents):
         pairs = [(r, c) for r, c in zip(results, cotangents, strict=True) if c is not None]
-        found = iter(
+        derivatives = iter(
             torch.autograd.grad(
                 [r for r, _ in pairs], leaves, [c for _, c in pairs], allow_unused=True
             )
         )
     gradients = []
     for x in operands:
-        gradient = next(found, None) if x is not None and x.requires_grad else None
+        gradient = next(derivatives, None) if x is not None and x.requires_grad else None
         gradients.append(
             torch.zeros_like(x)
             if gradient is None and x is not None and x.requires_grad

@@ -20,10 +20,10 @@ def cut(case: Case, tokens: int) -> Case:
     """Return a model with sequences of so many tokens, of which some count for no loss."""
     model, inputs = case
     ids = torch.randint(0, WORDS, (padded_models.ROWS, tokens))
-    found = {"input_ids": ids, "labels": models.ignore_some(ids)}
+    inputs_cut = {"input_ids": ids, "labels": models.ignore_some(ids)}
     if "attention_mask" in inputs:
-        found["attention_mask"] = inputs["attention_mask"][:, :tokens].contiguous()
-    return model, found
+        inputs_cut["attention_mask"] = inputs["attention_mask"][:, :tokens].contiguous()
+    return model, inputs_cut
 
 
 def llama(tokens: int) -> Case:

@@ -63,8 +63,8 @@ BYTES: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("kind", ["plan", "world"])
 def test_bytes_that_are_no_document(name: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "given.json"
-    found, says = BYTES[name]
-    path.write_bytes(found)
+    content, says = BYTES[name]
+    path.write_bytes(content)
     _refused(path, kind, says)
 
 
@@ -162,8 +162,8 @@ def test_contention_of_version_0_1_0_is_read_as_one_share(world: Json) -> None:
     rows = [{**row, "pattern": [[2, stride]], "slows": slows} for stride, slows in strides.items()]
     rows.append({**rows[0], "together": False, "slows": 0.0})
     del world["contention"]
-    found = World.from_json({**world, "meeting_s": 1e-3, "measured": rows}, "world.json")
-    assert found.contention == 0.4 and len(found.measured) == 4
+    read_back = World.from_json({**world, "meeting_s": 1e-3, "measured": rows}, "world.json")
+    assert read_back.contention == 0.4 and len(read_back.measured) == 4
     assert World.from_json({**world, "meeting_s": 1e-3}, "world.json").contention == 0.0
     rows[0]["slows"], rows[1]["start_s"] = "much", "soon"
     with pytest.raises(autopar.WorldError, match=r"measured.1.start_s: .* \(it is 'soon'\)$"):
@@ -328,8 +328,8 @@ def test_every_output_has_its_layout(data: Json) -> None:
 
 def test_a_plan_that_was_changed_in_this_process_is_read_again() -> None:
     model, args, _ = mlp()
-    made = autopar.plan(model, 1, args)
-    changed = dataclasses.replace(made, stored={})
+    planned = autopar.plan(model, 1, args)
+    changed = dataclasses.replace(planned, stored={})
     with pytest.raises(autopar.InputError, match="that was changed since it was made"):
         autopar.apply(model, changed)
     with pytest.raises(autopar.PlanError, match="`stored` of the plan lacks"):
@@ -361,7 +361,7 @@ def test_a_save_that_fails_leaves_the_old_file(
             with pytest.raises(OSError, match="No space"):
                 save()
     assert path.read_text() == "old plan" and world.read_text() == "old world"
-    assert {one.name for one in tmp_path.iterdir()} == {"plan.json", "world.json"}
+    assert {file.name for file in tmp_path.iterdir()} == {"plan.json", "world.json"}
 
 
 def test_a_save_follows_links_and_keeps_permissions(plan: autopar.Plan, tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ def test_attention_is_as_fast_as_published(
 def test_masks_and_short_sequences_cost_most() -> None:
     for name in ("H100", "A100"):
         for backward in (False, True):
-            found = [
+            shares = [
                 attention_share(Attends(keys, size, causal), backward, torch.bfloat16, GPUS[name])
                 for size in (64, 128)
                 for causal in (True, False)
                 for keys in KEYS
             ]
-            assert all(0.1 < share < 0.75 for share in found if share is not None)
-            assert len(found) == 24 and None not in found
+            assert all(0.1 < share < 0.75 for share in shares if share is not None)
+            assert len(shares) == 24 and None not in shares
     assert FLASH_2_ON_A100[64].backward[-1] < FLASH_2_ON_A100[128].backward[-1] == 0.63 * 312
 
 

@@ -232,14 +232,14 @@ def test_torchruns_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_one_machine_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless OMP_NUM_THREADS says how many each takes."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    one, two, eight = (World.of(ranks).device for ranks in (1, 2, 8))
-    assert one.flops == two.flops == eight.flops == 4 * machines.CPU_FLOP_PER_S
+    single, two, eight = (World.of(ranks).device for ranks in (1, 2, 8))
+    assert single.flops == two.flops == eight.flops == 4 * machines.CPU_FLOP_PER_S
     monkeypatch.delenv("OMP_NUM_THREADS")
     alone, two, eight = (World.of(ranks).device for ranks in (1, 2, 8))
-    assert alone == one and two.flops == one.flops / 2 and eight.flops == one.flops / 8
-    assert two.memory_bytes_per_s == one.memory_bytes_per_s and two.launch_s == one.launch_s
-    assert eight.memory_bytes_per_s == one.memory_bytes_per_s / 2
-    assert eight.launch_s == 2 * one.launch_s
+    assert alone == single and two.flops == single.flops / 2 and eight.flops == single.flops / 8
+    assert two.memory_bytes_per_s == single.memory_bytes_per_s and two.launch_s == single.launch_s
+    assert eight.memory_bytes_per_s == single.memory_bytes_per_s / 2
+    assert eight.launch_s == 2 * single.launch_s
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert World.detect().device.flops == two.flops  # two ranks on each of two nodes
@@ -339,24 +339,24 @@ def test_what_was_calibrated_here_is_what_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    seen, told = running_world()
+    seen, note = running_world()
     assert seen == World.detect() and seen.ranks == 4
-    assert told.startswith("links are assumed, not measured (4 ranks of cpu")
-    assert "autopar calibrate` takes two minutes" in told
+    assert note.startswith("links are assumed, not measured (4 ranks of cpu")
+    assert "autopar calibrate` takes two minutes" in note
     measured = dataclasses.replace(seen, launch_s=1.25e-4)
     measured.save("world.json")
-    found, told = running_world()
-    assert found == dataclasses.replace(measured, name="world.json")
-    assert told == "the world is world.json, which was calibrated"
-    assert apply.named_or_running(None) == found  # what parallelize takes
-    assert f"autopar: {told}\n" in capsys.readouterr().err
+    world, note = running_world()
+    assert world == dataclasses.replace(measured, name="world.json")
+    assert note == "the world is world.json, which was calibrated"
+    assert apply.named_or_running(None) == world  # what parallelize takes
+    assert f"autopar: {note}\n" in capsys.readouterr().err
     assert apply.named_or_running(8).name == ""
     monkeypatch.setenv("WORLD_SIZE", "8")
-    found, told = running_world()
-    assert found == World.detect()
-    assert told.startswith("world.json is of 4 ranks and does not count for 8; links are assumed")
+    world, note = running_world()
+    assert world == World.detect()
+    assert note.startswith("world.json is of 4 ranks and does not count for 8; links are assumed")
     elsewhere = dataclasses.replace(World.preset("dgx-h100", 8))
     elsewhere.save("world.json")
-    found, told = running_world()
-    assert found.device.name == "cpu"
-    assert told.startswith("world.json is of H100 with nccl, here is cpu with gloo: it does not")
+    world, note = running_world()
+    assert world.device.name == "cpu"
+    assert note.startswith("world.json is of H100 with nccl, here is cpu with gloo: it does not")
