@@ -76,8 +76,8 @@ def _with_stored_layouts(plan: Plan) -> Plan:
 def _timed(plan: Callable[[], Plan]) -> tuple[Plan, float]:
     """Return what a call makes, and the CPU seconds that it took."""
     start = time.process_time()
-    made = plan()
-    return made, time.process_time() - start
+    planned = plan()
+    return planned, time.process_time() - start
 
 
 def main() -> None:

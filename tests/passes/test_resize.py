@@ -113,10 +113,10 @@ def test_a_resized_graph_is_the_exported_one(name: str, exports: list[nn.Module]
     example = ZOO[name]()
     model, args, kwargs = example
     trace_model(model, Call(args, kwargs))
-    kept = [*reuse._TRACES[model]]
+    traces = [*reuse._TRACES[model]]
     for rows in (4, 24, 5):
         exports.clear()
-        reuse._TRACES[model] = [*kept]
+        reuse._TRACES[model] = [*traces]
         resized = trace_model(model, call_of(example, rows))
         assert exports == []
         require_as_exported(model, call_of(example, rows), resized)
@@ -186,8 +186,8 @@ def values_of(program: Program, x: Tensor) -> list[float]:
     values = [program.tensors.get(entry.target, x) for entry in program.signature.inputs]
     results = iter(program.module(*values))
     outputs = program.signature.outputs
-    given = [(o.kind, o.constant if o.node is None else next(results)) for o in outputs]
-    return [float(value) for kind, value in given if kind == "user"]
+    values_by_kind = [(o.kind, o.constant if o.node is None else next(results)) for o in outputs]
+    return [float(value) for kind, value in values_by_kind if kind == "user"]
 
 
 @pytest.mark.slow_cells("as many heads", "other heads", "in place", "blocks")
@@ -197,11 +197,11 @@ def test_a_number_of_rows_that_python_sees_is_right_or_traced(
 ) -> None:
     model = Small(THEN[name])
     trace.trace(model, (torch.ones(ROWS, 16),))
-    kept = [*reuse._TRACES[model]]
+    traces = [*reuse._TRACES[model]]
     traced = []
     for rows in SIZES:
         exports.clear()
-        reuse._TRACES[model] = [*kept]
+        reuse._TRACES[model] = [*traces]
         x = torch.randn(rows, 16)
         resized = trace.trace(model, (x,))
         traced += [rows] * len(exports)
@@ -266,10 +266,10 @@ def test_a_graph_that_runs_another_operator_is_refused(monkeypatch: pytest.Monke
     model = Small(THEN["arange"])
     trace.trace(model, (torch.ones(ROWS, 16),))
     monkeypatch.setattr(resize, "_candidates", wrong)
-    (kept,) = reuse._TRACES[model]
-    assert kept.once is not None
+    (only,) = reuse._TRACES[model]
+    assert only.once is not None
     with pytest.raises(Exception, match="does not run what the model runs at this size"):
-        trace.capture(model, (torch.ones(5, 16),), {}, kept.once.at_size)
+        trace.capture(model, (torch.ones(5, 16),), {}, only.once.at_size)
 
 
 # -- what it is for --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 
 from autopar._compat import (
     FakeTensor,
+    FakeTensorMode,
     TorchDispatchMode,
     exported_with,
     exporting,
@@ -194,7 +196,8 @@ class ExportedOnce:
                 run.fit(node, was, becomes)
         run.require_returned(returned)
         for node, value in run.values.items():
-            node.meta["val"] = pytree.tree_map_only(torch.Tensor, _without_gradient, value)
+            own = partial(_described_by, fakes.mode)
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, own, value)
         constants = {name: inputs.get(name, x) for name, x in self.program.constants.items()}
         return exported_with(self.program, graph, constants)
 
@@ -283,7 +286,10 @@ def _require_equal(was: Any, becomes: Any) -> None:
         raise Differs(f"the model has {becomes}, not {was}")
 
 
-def _without_gradient(value: torch.Tensor) -> torch.Tensor:
+def _described_by(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
+    """Return the fake tensor that says what a value is, without the steps that led to it."""
+    if not isinstance(value, FakeTensor):  # a constant of the code
+        return fake_of(mode, value, value.device)
     return value if value.is_leaf else value.detach()
 
 
