@@ -184,15 +184,19 @@ def modes_on() -> bool:
 
 
 @contextmanager
-def functions_applied(apply: Callable[..., Any]) -> Iterator[None]:
+def functions_applied(apply: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     """Custom autograd functions call `apply(function, *args)`, by whichever name: an `apply` that
-    was kept (`quantise = Quantise.apply`) too.
+    was kept (`quantise = Quantise.apply`) too. Gives what they call without this context.
     """
+    before = vars(_SingleLevelFunction).get("apply")  # of a context around this one
     _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
     try:
-        yield
+        yield apply_function if before is None else before.__func__
     finally:
-        del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        if before is None:
+            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+        else:
+            _SingleLevelFunction.apply = before  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -236,6 +240,16 @@ def graphs_not_written_out() -> AbstractContextManager[None]:
     whenever it changes: `torch.export` changes it a dozen times, and calls it never.
     """
     return _use_lazy_graph_module(True)
+
+
+def exported_with(
+    program: torch.export.ExportedProgram, graph: torch.fx.Graph, constants: dict[str, Any]
+) -> torch.export.ExportedProgram:
+    """The exported program with another graph, which has placeholders and results of the same
+    names, and with these constants.
+    """
+    module = torch.fx.GraphModule(program.graph_module, graph)
+    return program._update(module, program.graph_signature, constants=constants)
 
 
 def taken_apart(op: OpOverload) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from autopar.errors import InputError
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, without_autocast
+from autopar.passes.trace.reuse import hand_on
 from autopar.passes.trace.signature import NO_GENERATION
 from autopar.runtime.backends import Backend, Overlap
 from autopar.runtime.inspection import Inspection
@@ -526,6 +527,7 @@ def parallel_module(
     elsewhere = parameters_elsewhere(plan, program)
     own = own_tensors(model, first, tensors, elsewhere)
     module: Any = copied_tree(model, own)
+    hand_on(model, module)
     shadowed = shadowed_names(module, ParallelModule)
     if shadowed and not ranks.rank():
         say_once(

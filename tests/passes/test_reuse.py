@@ -160,7 +160,6 @@ def test_a_changed_model_is_traced_again(change: str, exports: list[nn.Module]) 
 
 
 CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {
-    "batch": ((rows(8), rows(8)), nullcontext()),
     "fewer": ((rows(),), nullcontext()),
     "none": ((rows(), None), nullcontext()),
     "gradient": ((rows().requires_grad_(), rows()), nullcontext()),

@@ -8,7 +8,8 @@ attribute_reads.py records what of its modules a forward reads, export.py calls 
 explains its failures, functional.py makes the exported graph functional, derivatives.py records
 forwards that take derivatives, simplify.py removes ops that compute nothing, signature.py binds
 calls to the planned arguments, original.py compares a trace with the model, and side_effects.py and
-model_state.py find what a call of the model does besides computing its result.
+model_state.py find what a call of the model does besides computing its result. reuse.py and
+resize.py spare the export of a model that was exported before, at this batch size or another.
 planner/planner.py and runtime/calibrate_on_ranks.py call `trace`.
 """
 
@@ -42,9 +43,18 @@ from autopar.ir.program import (
 from autopar.ops.devices import take_numbers_off
 from autopar.passes.trace.attribute_reads import AttributeReads
 from autopar.passes.trace.derivatives import DerivativeCalls
-from autopar.passes.trace.export import Captured, capture, data_advice, place, refusal
+from autopar.passes.trace.export import (
+    Captured,
+    capture,
+    data_advice,
+    exported_anew,
+    exported_with_derivatives,
+    place,
+    refusal,
+)
 from autopar.passes.trace.original import refuse_difference
-from autopar.passes.trace.reuse import Record, keep, traced_before
+from autopar.passes.trace.resize import ExportedOnce
+from autopar.passes.trace.reuse import Record, captured_before, keep, traced_before
 from autopar.passes.trace.side_effects import refuse_side_effects
 from autopar.passes.trace.signature import check_call, signature_of
 from autopar.passes.trace.simplify import detach, simplify
@@ -86,12 +96,20 @@ def trace(
     if known is not None:
         return known
     record, reads, derivatives = Record(model), AttributeReads(model), DerivativeCalls()
-    written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))
-    exported, originals = capture(model, args, kwargs, derivatives.taken)
+    earlier = captured_before(model, args, kwargs, record, reads)
+    if earlier is None:
+        record, reads = Record(model), AttributeReads(model)
+        written = refuse_side_effects(model, args, kwargs, (record, reads, derivatives))
+        export = exported_with_derivatives if derivatives.taken else exported_anew
+        capture_of_call = capture(model, args, kwargs, export)
+        once = ExportedOnce(capture_of_call.exported, capture_of_call.inputs, written)
+    else:
+        capture_of_call, once = earlier
+    exported, originals = capture_of_call.captured, capture_of_call.originals
     graph = exported.graph
     _give_lasting_names(graph)
     results = _read_outputs(exported)
-    _refuse_lost_writes(model, written, {o.target for o in results if o.kind == "mutation"})
+    _refuse_lost_writes(model, once.written, {o.target for o in results if o.kind == "mutation"})
     nodes, fixed, tensors = _read_inputs(model, exported, originals, args, kwargs)
     leaves = {node for node, entry in nodes.items() if entry.trainable or entry.kind == "user"}
     with _symbols_refused(model, graph):
@@ -115,7 +133,7 @@ def trace(
     program = Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
     if derivatives.taken:
         refuse_difference(model, program, (args, kwargs))
-    keep(model, args, kwargs, record, program)
+    keep(model, args, kwargs, record, program, None if derivatives.taken else once)
     return program
 
 

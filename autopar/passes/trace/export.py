@@ -92,11 +92,24 @@ class Captured(NamedTuple):
         )  # fmt: skip
 
 
+class Capture(NamedTuple):
+    """What is captured of a model: the program, the model's own tensors by the id of the fake that
+    replaced them, the program before it was decomposed, and the fakes that it was called with.
+    """
+
+    captured: Captured
+    originals: dict[int, torch.Tensor]
+    exported: ExportedProgram
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+Export = Callable[[nn.Module, "StandIns"], ExportedProgram]
+
+
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], derivatives: bool = False
-) -> tuple[Captured, dict[int, torch.Tensor]]:
-    """Return the captured program, and the model's own tensors by the id of the fake that
-    replaced them. `derivatives`: forward takes derivatives, which are written out first.
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], export: Export
+) -> Capture:
+    """Return what `export` captures of the model.
 
     No size and no device is too large for fake tensors, and the model is left as it was, also when
     this fails. Raises TraceError.
@@ -104,10 +117,7 @@ def capture(
     # Hooks are looked for on the model's own tensors, before others stand in for them.
     with _name_model_in_refusals(model), honour(model), stand_ins(model, args, kwargs) as fakes:
         try:
-            export = _export_derivatives if derivatives else _export
             exported = export(model, fakes)
-            inline_no_grad(exported.graph_module)
-            cast_in_composites(exported.graph_module)
             _refuse_writes(model, exported)
             _refuse_lost(model, exported, fakes)
             captured = _decompose(model, exported)
@@ -117,21 +127,30 @@ def capture(
         except Exception as error:
             raise explain(model, error) from error
     _refuse_mutations(model, captured)
-    return captured, fakes.originals
+    return Capture(captured, fakes.originals, exported, (fakes.args, fakes.kwargs))
 
 
-def _export(model: nn.Module, fakes: StandIns) -> ExportedProgram:
-    with _watched(model):
-        return torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+def exported_anew(model: nn.Module, fakes: StandIns) -> ExportedProgram:
+    """Return what torch exports, with regions without gradients inlined and casts made explicit."""
+    with watch_forward(model):
+        exported = torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+    return _inlined(exported)
 
 
-def _export_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProgram:
+def _inlined(exported: ExportedProgram) -> ExportedProgram:
+    inline_no_grad(exported.graph_module)
+    cast_in_composites(exported.graph_module)
+    return exported
+
+
+def exported_with_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProgram:
     """Export the graph that the model is below autograd, where derivatives are operators."""
     before = snapshot(model)
     try:
         with fakes.mode, exporting():
-            watched = partial(_watched, model)
-            below = graph_below_autograd(model, fakes.args, fakes.kwargs, watched)
+            below = graph_below_autograd(
+                model, fakes.args, fakes.kwargs, partial(watch_forward, model)
+            )
     finally:
         before.restore()
     for node in below.module.graph.nodes:
@@ -142,11 +161,12 @@ def _export_derivatives(model: nn.Module, fakes: StandIns) -> ExportedProgram:
         if isinstance(x, torch.Tensor)}  # fmt: skip
     # The casts of autocast are in the graph.
     with forward_replaced(model, below), without_autocast(under_autocast(kinds)):
-        return torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+        exported = torch.export.export(model, fakes.args, fakes.kwargs, strict=False)
+    return _inlined(exported)
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[None]:
+def watch_forward(model: nn.Module) -> Iterator[None]:
     """Record a forward's regions without gradients, and refuse the hooks that it registers."""
     watch = Watch(model)
     with watch.saved(), _DetachWithoutGrad(), _no_packing(model), watch:
@@ -176,12 +196,12 @@ def stand_ins(
     own = of_inputs(model)
     # One fake for every leaf: a tensor that is passed twice (ids = labels) stays two inputs.
     args, kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda value: _fake(mode, value, home, own), (args, kwargs)
+        torch.Tensor, lambda value: fake_of(mode, value, home, own), (args, kwargs)
     )
     with (
         without_branches(model), _quiet(), torch.enable_grad(), without_mask_detection(),
         graphs_not_written_out(),
-        borrow(model, lambda x: _fake(mode, x, home)) as originals,
+        borrow(model, lambda x: fake_of(mode, x, home)) as originals,
     ):  # fmt: skip
         try:
             yield StandIns(mode, args, kwargs, originals)
@@ -300,7 +320,7 @@ def _detach(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value.is_floating_point() or value.is_complex() else value
 
 
-def _fake(
+def fake_of(
     mode: FakeTensorMode,
     value: torch.Tensor,
     home: torch.device,

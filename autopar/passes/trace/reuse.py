@@ -13,6 +13,7 @@ a reason to trace again.
 
 `trace` calls `Record` while it looks for side effects, then `keep`; `traced_before` returns the
 program that was kept. It is kept without the model's tensors, for as long as the model lives.
+`captured_before` does so for a call with other sizes (resize.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -47,10 +49,12 @@ from autopar._compat import (
 )
 from autopar.ir.graph import copy_graph
 from autopar.ir.program import Program
+from autopar.ops.devices import home_of, of_inputs
 from autopar.ops.experts import experts_op
 from autopar.passes.trace.attribute_reads import AttributeReads
-from autopar.passes.trace.export import stand_ins
+from autopar.passes.trace.export import Capture, capture, stand_ins
 from autopar.passes.trace.model_state import Watch, refuse_registered
+from autopar.passes.trace.resize import ExportedOnce
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size,
     torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
@@ -70,12 +74,12 @@ class Record(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.doubtful = model, False
+        self.model, self.doubtful, self._in_experts = model, False, False
         self.calls: list[Any] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._numbers: dict[int, Any] = {}
         self._alive: list[Any] = []  # so that no two values have one id
-        self._stack = ExitStack()
+        self._stack, self._apply = ExitStack(), apply_function
 
     def __enter__(self) -> Record:
         tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
@@ -87,7 +91,7 @@ class Record(TorchFunctionMode):
             self.model.register_forward_pre_hook(self._called, prepend=True, with_kwargs=True),
         ):
             self._stack.callback(handle.remove)
-        self._stack.enter_context(functions_applied(self._applied))
+        self._apply = self._stack.enter_context(functions_applied(self._applied))
         super().__enter__()
         return self
 
@@ -100,7 +104,9 @@ class Record(TorchFunctionMode):
         kwargs = kwargs or {}
         with without_torch_functions():
             operands = self._described((args, kwargs))
+        self._in_experts = func is experts_op
         result = func(*args, **kwargs)
+        self._in_experts = False
         with without_torch_functions():
             results = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
             if results or getattr(func, "__name__", "") != "__get__":  # as of a shape: no call
@@ -145,8 +151,8 @@ class Record(TorchFunctionMode):
         self.calls.append(("return", self._described(result)))
 
     def _applied(self, function: Any, *args: Any) -> Any:
-        self.doubtful = True
-        return apply_function(function, *args)
+        self.doubtful = self.doubtful or not self._in_experts
+        return self._apply(function, *args)
 
 
 def _name(func: Any) -> str:
@@ -158,11 +164,14 @@ def _name(func: Any) -> str:
 
 @dataclass(frozen=True)
 class _Trace:
-    """A trace: the facts and calls that it was made of, and the program without tensors."""
+    """A trace: the facts and calls that it was made of, the program without tensors, and the export
+    that it came of, which other traces share.
+    """
 
-    facts: Any
+    facts: _Facts
     calls: list[Any]
     program: Program
+    once: ExportedOnce | None
 
 
 # The last traces of each model, the newest last: a step in micro-batches has two, that of the whole
@@ -172,10 +181,16 @@ _MOST_TRACES = 4
 
 
 def keep(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], record: Record, to: Program
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    record: Record,
+    to: Program,
+    once: ExportedOnce | None,
 ) -> None:
     """Keep the program `to` that the model was traced as if every call of `record` can be compared
-    by value; the last few of each model are kept.
+    by value; the last few of each model are kept. `once`: the export that it came of, None where
+    that gives no graphs of other sizes.
     """
     targets = [node.target for node in to.module.graph.nodes if node.op == "call_function"]
     known = all(
@@ -186,14 +201,53 @@ def keep(
     )
     if record.doubtful or not record.calls or not known:
         return
-    if any(entry.kind not in ("parameter", "buffer", "user") for entry in to.signature.inputs):
-        return
     try:
         facts = _facts(model, args, kwargs)
     except Doubtful:
         return
+    # of numbers in the code, which the calls that make them are compared by
+    kinds = {entry.target: entry.kind for entry in to.signature.inputs}
+    constants = {name: x for name, x in to.tensors.items() if kinds.get(name) == "constant"}
     others = [trace for trace in _TRACES.get(model, []) if trace.facts != facts]
-    _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, {}))][-_MOST_TRACES:]
+    _TRACES[model] = [*others, _Trace(facts, record.calls, _copy(to, constants), once)][
+        -_MOST_TRACES:
+    ]
+
+
+def hand_on(model: nn.Module, twin: nn.Module) -> None:
+    """Let a copy of a model be known by the traces of the model."""
+    if model in _TRACES:
+        _TRACES[twin] = [*_TRACES[model]]
+
+
+def captured_before(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    record: Record,
+    reads: AttributeReads,
+) -> tuple[Capture, ExportedOnce] | None:
+    """Return what is captured of a call whose sizes alone differ from those of a trace, and the
+    export that it comes of; None where there is none, or the model does something else at these
+    sizes. The model is called once, within `record` and `reads`.
+    """
+    if model not in _TRACES:
+        return None
+    try:
+        unsized = _facts(model, args, kwargs).unsized
+    except Doubtful:
+        return None
+    traces = (trace for trace in reversed(_TRACES[model]) if trace.facts.unsized == unsized)
+    once = next((trace.once for trace in traces if trace.once is not None), None)
+    if once is None:
+        return None
+    try:
+        with _preserve_generators():
+            export = partial(once.at_size, recorders=(record, reads))
+            captured = capture(model, args, dict(kwargs), export)
+    except Exception:  # whatever is other at this size, tracing explains
+        return None
+    return None if record.doubtful else (captured, once)  # as by a backward of the user's own
 
 
 def traced_before(
@@ -215,6 +269,7 @@ def traced_before(
     except Exception:  # whatever a changed model raises, tracing explains
         return None
     tensors = {
+        **trace.program.tensors,
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
@@ -259,8 +314,28 @@ def _preserve_generators() -> Iterator[None]:
 
 
 # -- what no call shows ----------------------------------------------------------------------------
-def _facts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what the trace of a model depends on besides its calls. Raises Doubtful."""
+class _Facts(NamedTuple):
+    """What a trace depends on besides the calls of the model: its modules, its tensors, the
+    arguments, their sizes, and the settings of torch.
+    """
+
+    modules: Any
+    tensors: Any
+    arguments: Any
+    sizes: Any
+    surroundings: Any
+
+    @property
+    def unsized(self) -> Any:
+        """What two calls have in common that differ in their sizes alone."""
+        return self._replace(sizes=())
+
+
+def _facts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Facts:
+    """Return what the trace of a model depends on besides its calls. A tensor counts as on the
+    device that its stand-in is on. Raises Doubtful.
+    """
+    home, own = home_of(model, args, dict(kwargs)), of_inputs(model)
     modules = [
         (name, type(module), module.training, sorted(module._non_persistent_buffers_set))
         for name, module in model.named_modules(remove_duplicate=False)
@@ -270,31 +345,46 @@ def _facts(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
         *model.named_buffers(remove_duplicate=False),
     ]
     first: dict[int, str] = {}
-    facts = [(name, first.setdefault(id(value), name), *_own_facts(value)) for name, value in named]
-    return modules, facts, _inputs((args, dict(kwargs))), _surroundings()
+    tensors = [
+        (name, first.setdefault(id(value), name), *_own_facts(value, home), *_sizes(value))
+        for name, value in named
+    ]
+    sizes: list[Any] = []
+    arguments = _arguments((args, dict(kwargs)), home, own, sizes)
+    return _Facts(modules, tensors, arguments, sizes, _surroundings())
 
 
-def _inputs(value: Any) -> Any:
-    """Return what is compared of the arguments of a call."""
+def _arguments(value: Any, home: torch.device, own: torch.device | None, sizes: list[Any]) -> Any:
+    """Return what is compared of the arguments of a call, and add the sizes of their tensors."""
     if type(value) in (tuple, list):
-        return type(value), *map(_inputs, value)
+        return type(value), *(_arguments(inner, home, own, sizes) for inner in value)
     if type(value) is dict:
-        return dict, *((key, _inputs(inner)) for key, inner in value.items())
+        pairs = ((key, _arguments(inner, home, own, sizes)) for key, inner in value.items())
+        return dict, *pairs
     if isinstance(value, torch.Tensor):
-        return _own_facts(value)
+        sizes.append(_sizes(value))
+        return _own_facts(value, home, own)
     if not isinstance(value, _PLAIN):
         raise Doubtful(type(value).__name__)
     return type(value), repr(value)
 
 
-def _own_facts(value: torch.Tensor) -> Any:
-    """Return what is compared of a tensor that the model holds or is called with."""
+def _own_facts(value: torch.Tensor, home: torch.device, device: torch.device | None = None) -> Any:
+    """Return what is compared of a tensor that the model holds or is called with, but for its
+    sizes.
+    """
     own = {**getattr(value, "__dict__", {})}
     if type(value) not in _TENSORS or value.layout != torch.strided:
         raise Doubtful(type(value).__name__)
     if not all(isinstance(attribute, _PLAIN) for attribute in own.values()):
         raise Doubtful(", ".join(own))
-    return type(value), repr(own), value.is_leaf, value.is_inference(), _tensor_facts(value)
+    device = device or (home if value.is_meta else value.device)
+    kind = type(value), repr(own), value.is_leaf, value.is_inference()
+    return *kind, value.dim(), value.dtype, device, value.requires_grad
+
+
+def _sizes(value: torch.Tensor) -> Any:
+    return tuple(value.shape), value.stride()
 
 
 def _tensor_facts(value: torch.Tensor) -> Any:

@@ -1,0 +1,430 @@
+"""A model that was exported at one batch size gets its graph of another size without an export.
+
+    trace(model, (tokens_of_16_rows,)); trace(model, (tokens_of_5_rows,))      # one export
+
+What a graph has at another size cannot be concluded from its numbers: 16 may be the rows of the
+batch or the heads of a layer, a slice may be as long as what it is cut from, and Python may branch.
+So it is observed. The model is called once on fake tensors of the new size, and every operator that
+torch then runs below autograd is noted, with its arguments: `OperatorCalls`. The exported graph,
+run at its own size, runs the same operators as the model did, one by one, so each of them belongs
+to a node. At the new size every node is given the numbers that its operators had in the model,
+and is run: it must run the very same operators on the very same operands as the model does. A graph
+that does so from its inputs to its outputs is the model's, whatever its numbers were found by.
+Where anything differs, such as an operator more, `Differs` is raised, and the model is exported.
+
+reuse.py keeps an `ExportedOnce` of each export; `trace` calls `at_other_sizes`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from autopar._compat import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    exported_with,
+    exporting,
+    pytree,
+    without_modes,
+)
+from autopar.ir.graph import copy_graph
+from autopar.passes.trace.export import StandIns, fake_of, watch_forward
+
+aten = torch.ops.aten
+
+_CHECKS = "_assert_"  # in the names of operators that export adds, and that compute nothing
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default)  # of constants in Python's code
+_MOST_UNCLEAR = 6  # numbers of one node that are tried as they were, and as others became
+_MOST_BYTES = 1 << 16  # of a constant that is compared by value
+
+
+class Differs(Exception):
+    """At the new size the model does something else than its exported graph."""
+
+
+class Operand(NamedTuple):
+    """A tensor that an operator is given: the name of an input, or the number of a result."""
+
+    name: str | int
+
+
+class Result(NamedTuple):
+    """A tensor that an operator gives."""
+
+    name: str | int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @property
+    def unsized(self) -> Any:
+        """What it has in common with the same result at another size."""
+        return self._replace(shape=(), strides=())
+
+
+class OperatorCall(NamedTuple):
+    """An operator that torch ran: its arguments, flattened, and its results."""
+
+    operator: Any
+    arguments: tuple[Any, ...]
+    results: tuple[Result, ...]
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Notes the operators that torch runs below autograd, within this context. `inputs`: tensors
+    with names. A detach of what has no gradient, as torch makes them for itself, is no call.
+    """
+
+    def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[OperatorCall] = []
+        self._names: dict[int, str | int] = {id(value): name for name, value in inputs.items()}
+        self._alive: list[Any] = list(inputs.values())  # so that no two values have one id
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_internal = func is aten.detach.default and not args[0].requires_grad
+        if func is torch.ops.prim.device.default or is_internal:
+            result = func(*args, **kwargs)
+            if is_internal and id(result) not in self._names:
+                self._name(result, self.name_of(args[0]))
+            return result
+        arguments = tuple(self._described((args, kwargs)))
+        result = func(*args, **kwargs)
+        results = (x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+        if _CHECKS not in func.name():
+            func = _LIFTS[0] if func in _LIFTS else func
+            self.calls.append(OperatorCall(func, arguments, tuple(map(self._result, results))))
+        return result
+
+    def name_of(self, value: torch.Tensor) -> Any:
+        """Return the name or number of a tensor; of a constant in the code, its value."""
+        if id(value) in self._names:
+            return self._names[id(value)]
+        return _constant(value)
+
+    def _name(self, value: torch.Tensor, name: Any) -> None:
+        self._names[id(value)] = name
+        self._alive.append(value)
+
+    def _result(self, value: torch.Tensor) -> Result:
+        if id(value) not in self._names:
+            self._name(value, self._count)
+            self._count += 1
+        name = self._names[id(value)]
+        shape = tuple(value.shape)
+        if any(type(size) is not int for size in shape):
+            raise Differs("a size depends on the values of a tensor")
+        return Result(name, shape, value.stride(), value.dtype, value.device, value.requires_grad)
+
+    def _described(self, value: Any) -> Iterator[Any]:
+        """Yield the leaves of an operator's arguments, and the lengths of its lists."""
+        if isinstance(value, torch.Tensor):
+            yield Operand(self.name_of(value))
+        elif isinstance(value, list | tuple):
+            yield f"{len(value)} values"
+            for inner in value:
+                yield from self._described(inner)
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                yield key
+                yield from self._described(inner)
+        else:
+            yield value
+
+
+def _constant(value: torch.Tensor) -> Any:
+    """Return what a constant in the code is compared by; what is equal to nothing where it is
+    none.
+    """
+    constant = getattr(value, "constant", None) if isinstance(value, FakeTensor) else value
+    if constant is None or constant.device.type != "cpu" or constant.layout != torch.strided:
+        return object()
+    with without_modes():
+        if constant.nbytes > _MOST_BYTES:
+            return object()
+        numbers = constant.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+    return tuple(constant.shape), str(constant.dtype), bytes(numbers)
+
+
+@dataclass
+class ExportedOnce:
+    """An export of a model, which gives the graphs of other sizes. `program`: before it is
+    decomposed; `inputs`: the (args, kwargs) that it was called with, without numbers; `written`:
+    the buffers that a call writes into.
+    """
+
+    program: ExportedProgram
+    inputs: tuple[tuple[Any, ...], dict[str, Any]]
+    written: set[str]
+    # the model's calls at the size of the export, and those of each node; once it was asked for
+    _calls: list[OperatorCall] = field(default_factory=list)
+    _of_nodes: dict[str, list[int]] = field(default_factory=dict)
+    _returned: Any = None
+
+    def at_size(
+        self, model: nn.Module, fakes: StandIns, recorders: Sequence[Any] = ()
+    ) -> ExportedProgram:
+        """Return the program for a call with other sizes, in whose stand-ins the model is. The
+        model is called within `recorders`. Raises Differs, and what the model raises.
+        """
+        if not self._of_nodes:
+            self._align(model, fakes)
+        inputs = _named_inputs(model, (fakes.args, fakes.kwargs))
+        calls, returned = _calls_of(model, fakes, inputs, recorders)
+        _require_alike(self._calls, calls)
+        _require_equal(_without_sizes(self._returned), _without_sizes(returned))
+        graph = copy_graph(self.program.graph)
+        with _Run(self.program, graph, inputs, fakes) as run:
+            for node in _calls_in(graph):
+                places = self._of_nodes[node.name]
+                was, becomes = ([c[p] for p in places] for c in (self._calls, calls))
+                run.fit(node, was, becomes)
+        run.require_returned(returned)
+        for node, value in run.values.items():
+            own = partial(_described_by, fakes.mode)
+            node.meta["val"] = pytree.tree_map_only(torch.Tensor, own, value)
+        constants = {name: inputs.get(name, x) for name, x in self.program.constants.items()}
+        return exported_with(self.program, graph, constants)
+
+    def _align(self, model: nn.Module, fakes: StandIns) -> None:
+        """Find the operators of each node at the size of the export, where the graph must run those
+        that the model runs, but for such as nothing uses.
+        """
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda x: fake_of(fakes.mode, x, x.device), self.inputs
+        )
+        own = fakes._replace(args=args, kwargs=kwargs)
+        inputs = _named_inputs(model, (args, kwargs))
+        calls, returned = _calls_of(model, own, inputs)
+        graph, position, of_nodes = self.program.graph, 0, dict[str, list[int]]()
+        with _Run(self.program, graph, inputs, own) as run:
+            for node in _calls_in(graph):
+                of_nodes[node.name] = []
+                for call in run.run(node, (node.args, node.kwargs)):
+                    while position < len(calls) and not run.take(calls[position], call):
+                        if calls[position].operator._schema.is_mutable:
+                            raise Differs(f"{calls[position].operator} is not in the graph")
+                        position += 1
+                    if position == len(calls):
+                        raise Differs(f"{node.name} runs an operator that the model does not")
+                    of_nodes[node.name].append(position)
+                    position += 1
+        if any(call.operator._schema.is_mutable for call in calls[position:]):
+            raise Differs("the model writes into something after all that the graph does")
+        run.require_returned(returned)
+        self._calls, self._of_nodes, self._returned = calls, of_nodes, returned
+
+
+def _calls_in(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def _named_inputs(model: nn.Module, call: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a model holds and is called with, by name."""
+    leaves = enumerate(pytree.tree_leaves(call))
+    named = {f"input {place}": x for place, x in leaves if isinstance(x, torch.Tensor)}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(model.named_buffers(remove_duplicate=False)), **named}
+
+
+def _calls_of(
+    model: nn.Module,
+    fakes: StandIns,
+    inputs: Mapping[str, torch.Tensor],
+    recorders: Sequence[Any] = (),
+) -> tuple[list[OperatorCall], Any]:
+    """Call the model; return its operators and what it returns, tensors by their names."""
+    calls = OperatorCalls(inputs)
+    with ExitStack() as stack:
+        for context in (fakes.mode, exporting(), watch_forward(model), calls, *recorders):
+            stack.enter_context(context)
+        result = model(*fakes.args, **fakes.kwargs)
+    leaves, structure = pytree.tree_flatten(result)
+    names = [Operand(calls.name_of(x)) if isinstance(x, torch.Tensor) else x for x in leaves]
+    return calls.calls, (structure, names)
+
+
+def _require_alike(was: Sequence[OperatorCall], becomes: Sequence[OperatorCall]) -> None:
+    """Require the same operators on the same operands, whatever their sizes are."""
+    if len(was) != len(becomes):
+        raise Differs(f"the model runs {len(becomes)} operators, not {len(was)}")
+    for old, new in zip(was, becomes, strict=True):
+        if old.operator is not new.operator or len(old.results) != len(new.results):
+            raise Differs(f"the model runs {new.operator}, not {old.operator}")
+        for left, right in zip(old.results, new.results, strict=True):
+            if left.unsized != right.unsized:
+                raise Differs(f"{new.operator} gives another kind of tensor")
+        _require_equal(_without_sizes(old.arguments), _without_sizes(new.arguments))
+
+
+def _without_sizes(values: Any) -> Any:
+    """Return what stays of an operator's arguments, or of a result, at another size."""
+    if isinstance(values, list):
+        return [_without_sizes(value) for value in values]
+    if isinstance(values, tuple) and not isinstance(values, Operand):
+        return tuple(_without_sizes(value) for value in values)
+    return type(values) if type(values) in (int, float) else values
+
+
+def _require_equal(was: Any, becomes: Any) -> None:
+    if was != becomes:
+        raise Differs(f"the model has {becomes}, not {was}")
+
+
+def _described_by(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
+    """Return the fake tensor that says what a value is, without the steps that led to it."""
+    if not isinstance(value, FakeTensor):  # a constant of the code
+        return fake_of(mode, value, value.device)
+    return value if value.is_leaf else value.detach()
+
+
+class _Run:
+    """A run of an exported graph on stand-ins, within its context: node by node, beside the calls
+    that the model makes of the same inputs.
+    """
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        graph: fx.Graph,
+        inputs: Mapping[str, torch.Tensor],
+        fakes: StandIns,
+    ) -> None:
+        self.values: dict[fx.Node, Any] = {}
+        self._program, self._graph, self._mode = program, graph, fakes.mode
+        self._calls, self._stack = OperatorCalls(inputs), ExitStack()
+        self._names: dict[Any, Any] = {}  # of the model's results -> of the graph's
+        leaves = iter(pytree.tree_leaves((fakes.args, fakes.kwargs)))
+        placeholders = graph.find_nodes(op="placeholder")
+        for node, entry in zip(placeholders, program.graph_signature.input_specs, strict=True):
+            if entry.kind is InputKind.USER_INPUT:
+                self.values[node] = next(leaves)
+            elif entry.kind in (InputKind.PARAMETER, InputKind.BUFFER) and entry.target in inputs:
+                self.values[node] = inputs[entry.target]
+            else:
+                self.values[node] = program.constants.get(entry.target or "")
+        for node in graph.find_nodes(op="get_attr"):
+            self.values[node] = getattr(program.graph_module, str(node.target), None)
+
+    def __enter__(self) -> _Run:
+        for context in (self._mode, exporting(), self._calls):
+            self._stack.enter_context(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def run(self, node: fx.Node, arguments: Any) -> list[OperatorCall]:
+        """Run a node with these (args, kwargs); return the operators that it runs."""
+        before = len(self._calls.calls)
+        args, kwargs = fx.map_arg(arguments, self.values.__getitem__)
+        assert callable(node.target)
+        self.values[node] = node.target(*args, **kwargs)
+        return self._calls.calls[before:]
+
+    def take(self, of_model: OperatorCall, of_graph: OperatorCall) -> bool:
+        """Whether a call of the graph's is this one of the model's; its results then are, too."""
+        if of_model.operator is not of_graph.operator:
+            return False
+        own = [self._in_graph(value) for value in of_model.arguments]
+        if not _same(own, of_graph.arguments):
+            return False
+        pairs = list(zip(of_model.results, of_graph.results, strict=True))
+        for left, right in pairs:
+            written = Operand(left.name) in of_model.arguments
+            name = self._in_graph(Operand(left.name)).name if written else right.name
+            if left._replace(name=name) != right:
+                return False
+        self._names |= {left.name: right.name for left, right in pairs}
+        return True
+
+    def _in_graph(self, value: Any) -> Any:
+        """Return an operand of the model's by its name in the graph."""
+        if not isinstance(value, Operand) or not isinstance(value.name, int):
+            return value
+        return Operand(self._names.get(value.name, "not in the graph"))
+
+    def fit(
+        self, node: fx.Node, was: Sequence[OperatorCall], becomes: Sequence[OperatorCall]
+    ) -> None:
+        """Give a node the numbers with which it runs the operators `becomes`, where it has those
+        with which it ran `was`; and run it.
+        """
+        writes = any(call.operator._schema.is_mutable for call in becomes)
+        for arguments in itertools.islice(_candidates(node, was, becomes), 1 if writes else None):
+            try:
+                calls = self.run(node, arguments)
+            except Exception:  # of numbers that do not belong to these operands
+                continue
+            if len(calls) == len(becomes) and all(map(self.take, becomes, calls)):
+                if arguments != (node.args, node.kwargs):
+                    node.args, node.kwargs = arguments
+                return
+        raise Differs(f"{node.name} does not run what the model runs at this size")
+
+    def require_returned(self, returned: Any) -> None:
+        """Require that the graph returns what the model returns."""
+        (results,) = self._graph.output_node().args
+        assert isinstance(results, tuple | list)
+        own: list[Any] = []
+        pairs = zip(results, self._program.graph_signature.output_specs, strict=True)
+        for result, entry in pairs:
+            if entry.kind is not OutputKind.USER_OUTPUT:
+                raise Differs("the graph returns what the model does not")
+            if isinstance(entry.arg, ConstantArgument):
+                own.append(entry.arg.value)
+            else:
+                assert isinstance(result, fx.Node)
+                own.append(Operand(self._calls.name_of(self.values[result])))
+        if not _same([self._in_graph(value) for value in returned[1]], own):
+            raise Differs("the model returns something else than the graph")
+
+
+def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether values are of equal types and equal: 1 is not True, and 0.0 not -0.0."""
+    return len(left) == len(right) and all(
+        type(a) is type(b) and (repr(a) == repr(b) if isinstance(a, float) else a == b)
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def _candidates(
+    node: fx.Node, was: Sequence[OperatorCall], becomes: Sequence[OperatorCall]
+) -> Iterator[Any]:
+    """Yield the (args, kwargs) that a node may have where its operators become others: each number
+    is what it became there. One that became several others, as where a batch has as many rows as a
+    layer has heads, is tried as each of them.
+    """
+    became: dict[Any, list[Any]] = {}
+    for old, new in zip(was, becomes, strict=True):
+        for before, after in zip(_numbers(old), _numbers(new), strict=True):
+            values = became.setdefault((type(before), before), [])
+            if after not in values:
+                values.append(after)
+    leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
+    choices = [became.get((type(x), x), [x]) if type(x) in (int, float) else [x] for x in leaves]
+    if sum(len(each) > 1 for each in choices) > _MOST_UNCLEAR:
+        raise Differs(f"{node.name} has too many numbers that became several others")
+    for chosen in itertools.product(*choices):
+        yield pytree.tree_unflatten(chosen, structure)
+
+
+def _numbers(call: OperatorCall) -> list[int | float]:
+    """Return the numbers of a call: its arguments and the sizes of its results, in order."""
+    arguments = [x for x in call.arguments if type(x) in (int, float)]
+    return [*arguments, *(size for result in call.results for size in result.shape)]
