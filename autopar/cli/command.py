@@ -33,10 +33,10 @@ class ExitStatus(enum.IntEnum):
 MEANINGS = {
     ExitStatus.DONE: "done",
     ExitStatus.CHECK_FAILED: "a check failed: `verify` found a difference, or one of `doctor`'s "
-    "checks failed; also where the reader of a pipe left, and, with a traceback, for a fault of "
-    "autopar itself",
+    "checks failed. Also when the reader of a pipe has gone, and, with a traceback, after a fault "
+    "of autopar itself",
     ExitStatus.REFUSED: "refused: an option, the target, the layout, the world, the batch or a "
-    "file cannot be, or no plan fits; the message says what, where and what to do",
+    "file is not valid, or no plan fits; the message says what, where and what to do",
     ExitStatus.INTERRUPTED: "interrupted, as by Ctrl-C",
 }
 
