@@ -347,10 +347,14 @@ class LimitedSearch:
             ]
             return min(other_meshes, *bounds)
 
-        # It is concave in the price: beyond the higher of two neighbours alone it may be higher.
-        low, high = at(_PRICES[1]), at(_PRICES[2])
-        ends = [_PRICES[n] for n, promises in ((0, low >= high), (3, high >= low)) if promises]
-        return max(low, high, *map(at, ends))
+        # The bound is concave in the price: it can be higher beyond the higher of two alone.
+        first, second, third, last = _PRICES
+        bounds = [at(second), at(third)]
+        if bounds[0] >= bounds[1]:
+            bounds.append(at(first))
+        if bounds[1] >= bounds[0]:
+            bounds.append(at(last))
+        return max(bounds)
 
     # -- prices of bytes ---------------------------------------------------------------------------
     def _at_prices(self, price: float, besides: float) -> list[Contender]:

@@ -22,7 +22,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from autopar.cost.activations import Price, activation_bytes
@@ -61,9 +60,9 @@ from autopar.world import World
 _MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
 _LEFT = (8, 4, 2, 1)  # options per region searched exactly; fewer where tables outgrow memory
 _QUICKLY_LEFT = _LEFT[1:]  # the same where plans only compete with others
-_MORE_ROUNDS = 2  # of messages, where a plan is far from its bound
 _AGAIN = {1: 512, 2: 128, 3: 16, 4: 8}  # the same for the last search, by number of axes
 _SETTLED = 2e-4  # of its seconds: a plan this near its bound is not searched again
+_MORE_ROUNDS = 2  # of messages, where a plan is far from its bound
 GAP = 1e-3  # of the seconds: a mesh that promises a smaller gain is not searched
 _LARGE, _LARGEST = 1 << 22, 1 << 24  # entries of a table of all orders of axes; of nesting ones
 _TRIES, _QUICK_TRIES = 4, 2  # meshes searched exactly; quickly
@@ -110,7 +109,8 @@ def best_within(
     """Return what `best` does, of candidates with these bounds."""
     if need_no_bound(candidates):
         return _best_of_all(program, candidates, world, price)
-    known: dict[int, Bound] = {}  # messages on the meshes searched
+    tightened = list(bounds)
+    known: dict[int, Bound] = {}  # messages on the meshes searched, by their places
 
     def searched(index: int) -> Plan:
         plan, messages = _search_near(program, candidates[index], world, price, _LEFT)
@@ -119,7 +119,6 @@ def best_within(
             tightened[index] = max(tightened[index], messages.seconds)
         return plan
 
-    tightened = list(bounds)
     plan = _best_in_order(candidates, tightened, _TRIES, searched)
     _tighten(tightened, known, plan.seconds * (1 - GAP))
     near_bound = min(tightened) >= plan.seconds * (1 - _SETTLED)
@@ -232,7 +231,7 @@ def again(
     candidates: Sequence[Candidate],
     world: World,
     price: Price | None = None,
-    known: Mapping[int, Bound] = MappingProxyType({}),
+    known: Mapping[int, Bound] | None = None,
 ) -> Plan:
     """Return the plan, or a better one on its mesh found among more options per region, those
     lowest in the bound. Where these are all options that there are, the result is optimal. `known`:
@@ -246,7 +245,7 @@ def again(
     candidate = candidates[place]
     if not incumbent.mesh.axes or not candidate[1].free:
         return incumbent
-    messages = known.get(place) or pass_messages(program, [candidate], world, price)
+    messages = (known or {}).get(place) or pass_messages(program, [candidate], world, price)
     if messages.rounds < _MORE_ROUNDS:
         messages.run(_MORE_ROUNDS)
     largest_count = _AGAIN[len(incumbent.mesh.axes)]

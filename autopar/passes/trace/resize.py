@@ -12,7 +12,8 @@ and is run: it must run the very same operators on the very same operands as the
 that does so from its inputs to its outputs is the model's, whatever its numbers were found by.
 Where anything differs, such as an operator more, `Differs` is raised, and the model is exported.
 
-reuse.py keeps an `ExportedOnce` of each export; `trace` calls `at_other_sizes`.
+reuse.py keeps an `ExportedOnce` of each export, and asks it for the program of another call:
+`at_size`.
 """
 
 from __future__ import annotations
