@@ -7,6 +7,8 @@ The list has each pair (calling, called) of functions in different modules of pl
 once, at its first execution. Modules of ir/ and cost/ are leaves: each counts once, at its first
 call. A stop is a change of the module called, a return is a stop at a module that was a stop
 before: `N stops, M returns` says how often a reader turns to another file, and how often back.
+Every stop is a line, with the functions called there and the modules that call them; a return
+begins with "<-". `--all` prints the pairs themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -67,21 +68,38 @@ class Calls:
             self._stack.pop()
 
 
-def stops(pairs: dict[tuple[Function, Function], None]) -> list[str]:
+class Stop(NamedTuple):
+    """Neighbours among the pairs that are called in one module."""
+
+    module: str
+    pairs: list[tuple[Function, Function]]
+
+    def __str__(self) -> str:
+        callers = dict.fromkeys(calling.module for calling, _ in self.pairs)
+        called = dict.fromkeys(function.name for _, function in self.pairs)
+        return f"{self.module}: {', '.join(called)}  (from {', '.join(callers)})"
+
+
+def stops(pairs: dict[tuple[Function, Function], None]) -> list[Stop]:
     """Return the modules called, in order: neighbours that are equal are one, and a leaf is there
     once.
 
     >>> a, b = Function("planner/a", "f"), Function("cost/b", "g")
-    >>> stops({(b, a): None, (a, b): None, (b, Function("planner/a", "h")): None})
+    >>> pairs = {(b, a): None, (a, b): None, (b, Function("planner/a", "h")): None}
+    >>> [stop.module for stop in stops(pairs)]
     ['planner/a', 'cost/b', 'planner/a']
     """
-    called: list[str] = []
-    for _, function in pairs:
-        module = function.module
+    way: list[Stop] = []
+    for calling, called in pairs:
+        module = called.module
         is_leaf = module.startswith(("ir/", "cost/"))
-        if module.startswith(("planner/", "passes/")) or (is_leaf and module not in called):
-            called.append(module)
-    return [module for module, _ in groupby(called)]
+        if way and way[-1].module == module:
+            way[-1].pairs.append((calling, called))
+        elif module.startswith(("planner/", "passes/")) or (
+            is_leaf and all(stop.module != module for stop in way)
+        ):
+            way.append(Stop(module, [(calling, called)]))
+    return way
 
 
 @cache
@@ -123,10 +141,13 @@ def main() -> None:
     if options.all:
         for calling, called in calls.pairs:
             print(f"{calling} -> {called}")
-    modules = stops(calls.pairs)
-    assert modules, "no call was noted: the model is traced elsewhere"
-    print(" > ".join(modules))
-    print(f"{len(modules)} stops, {len(modules) - len({*modules})} returns")
+    way = stops(calls.pairs)
+    assert way, "no call was noted: the model is traced elsewhere"
+    seen: set[str] = set()
+    for stop in way:
+        print("<-" if stop.module in seen else "  ", stop)
+        seen.add(stop.module)
+    print(f"{len(way)} stops, {len(way) - len(seen)} returns")
 
 
 if __name__ == "__main__":

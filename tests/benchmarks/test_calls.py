@@ -13,7 +13,7 @@ def test_calls_are_noted_from_the_trace_to_the_plan() -> None:
     calls = Calls()
     with noted_after_tracing(calls):
         autopar.plan(nn.Linear(8, 8), 2, torch.ones(4, 8), smaller=False)
-    modules = stops(calls.pairs)
+    modules = [stop.module for stop in stops(calls.pairs)]
     order = [modules.index(name) for name in ("passes/annotate", "planner/solve", "planner/fit")]
     assert order == sorted(order)
     assert not any(name.startswith("passes/trace") for name in modules)
