@@ -116,23 +116,22 @@ def finish_plan(
 def _with_reasons(
     plan: Plan, chosen: Program, program: Program, world: World, request: PlanRequest
 ) -> Plan:
-    """Return the plan with notes on sizes that no axis divides, padded or not, on tokens of experts
-    and, where "auto" replicates matmuls that an axis could split, one sentence for all of them: it
-    had the choice, so no layout is the reason.
+    """Return the plan with its notes: on sizes that no axis divides, padded or not, on tokens of
+    experts, and on matmuls that axes replicate. Where "auto" replicates some that an axis could
+    split, one sentence stands for all of them: it had the choice, so no layout is the reason. A
+    plan from a file has the sentences of its matmuls.
     """
     notes = (*plan.notes, *padding_notes(chosen, plan), *uneven_notes(chosen, plan))
     notes += expert_notes(chosen, plan)
-    sentences = plan.unsplit
-    if request.layout == "auto":
-        idle = [
-            each for each in replicated_matmuls(chosen, plan.mesh, plan.choices) if each.divides
-        ]
-        if idle:
-            seconds = compute_seconds_by_node(program, world)
-            notes = (*notes, idle_note(chosen, plan, idle, seconds))
-            by_choice = {str(each) for each in idle}
-            sentences = tuple(s for s in sentences if s not in by_choice)
-    return dataclasses.replace(plan, notes=notes, unsplit=sentences)
+    replicated = [] if request.layout is None else replicated_matmuls(chosen, plan)
+    idle = [each for each in replicated if each.divides] if request.layout == "auto" else []
+    if idle:
+        seconds = compute_seconds_by_node(program, world)
+        notes = (*notes, idle_note(chosen, plan, idle, seconds))
+    by_choice = {str(each) for each in idle}
+    sentences = [sentence for each in replicated if (sentence := str(each)) not in by_choice]
+    unsplit = tuple(dict.fromkeys((*sentences, *plan.unsplit)))
+    return dataclasses.replace(plan, notes=notes, unsplit=unsplit)
 
 
 def _reserve_flight_bytes(plan: Plan, request: PlanRequest) -> Plan:

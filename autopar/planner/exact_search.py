@@ -26,6 +26,7 @@ from torch import fx
 from autopar.cost.activations import Price, bytes_of
 from autopar.cost.communication import path_terms, terms_between
 from autopar.cost.compute import optimizer_seconds
+from autopar.cost.nodes import node_costs
 from autopar.errors import PlanError
 from autopar.ir.dim_roles import goes_with_weight
 from autopar.ir.graph import carries_gradient, module_path, producer, remember
@@ -50,9 +51,7 @@ from autopar.planner.axis_orders import NestingOrders
 from autopar.planner.constraint import Constraint, Offered
 from autopar.planner.elimination import LARGEST, Table, minimise, order_of, too_large
 from autopar.planner.entangled import minimise_nearly
-from autopar.planner.objective import node_costs
-from autopar.planner.plan_notes import unsplit
-from autopar.planner.regions import Array, Known, Options, Region, Regions
+from autopar.planner.regions import Array, Options, Region, regions_of
 from autopar.world import World
 
 
@@ -129,9 +128,8 @@ class Search:
         self.constraint, self.among = constraint, among
         self.price, self.orders = price, orders
         self.notes: Annotations = program.annotations
-        self.known = Known()
-        self.regions = Regions(self.notes, self.known)
-        self.conversions = ReshardCosts(world, self.known)
+        self.known: dict[Hashable, Options] = {}  # that were built, by what they were built of
+        self.conversions = ReshardCosts(world)
         self.variables: list[Options] = []
         self.scopes: list[tuple[int, ...]] = []  # the variables of each table
         self._costs: list[Callable[[Program], Array]] = []  # of each, as a program counts
@@ -201,15 +199,14 @@ class Search:
         for node in nodes:
             if node.op == "placeholder" and node.name in self.notes.searched:
                 self._placeholder(node, entries[node.name].kind == "parameter")
-        for node in nodes:
-            if (
-                node.op == "call_function"
-                and node.name in self.notes.searched
-                and node.name in self.notes.specs
-            ):
-                sources = [None if n is None else producer(n) for n in operands_of(node)]
-                self.regions.place(node.name, sources, self._strategies(node))
-        for region in self.regions.all:
+        strategies = {
+            node.name: self._strategies(node)
+            for node in nodes
+            if node.op == "call_function"
+            and node.name in self.notes.searched
+            and node.name in self.notes.specs
+        }
+        for region in regions_of(nodes, self.notes, strategies):
             self._region(region)
         self._outputs()
         for value, wants in self.wants.items():
@@ -247,8 +244,7 @@ class Search:
             *("stored", shape, signature, size, gradient, parameter),
             *(rules, joint, look, already, pads),
         )
-        options = self.known.find(key)
-        if options is None:
+        if key not in self.known:
             layouts = placements(dims, shape, self.mesh, I if gradient else R, joint, orders)
             # the user passes an input, and wants its gradient, unsharded
             if already is not None:
@@ -259,9 +255,10 @@ class Search:
                 layouts = [layout for layout in layouts if plain_shards(layout, pads)]
                 layouts = self.constraint.storage(node.name, path, layouts)
             seconds = [self._stored_seconds(x, size) if parameter else 0.0 for x in layouts]
-            options = self.known.add(key, layouts, seconds)
+            self.known[key] = Options.of(layouts, seconds)
+        options = self.known[key]
         variable = self._variable(node.name, options)
-        self.native[value] = Want(variable, (options.key, 0), options.items)
+        self.native[value] = Want(variable, (options, 0), options.items)
 
     def _stored_seconds(self, layout: Layout, size: int) -> float:
         """Return the optimizer's seconds for a parameter stored so, with the price of its bytes."""
@@ -292,12 +289,11 @@ class Search:
             self._axis_orders(node.name, offered.joint)[1],
             offered.free,
         )
-        options = self.known.find(key)
-        if options is None:
+        if key not in self.known:
             legal = offered.legal(rule, factors, self.mesh, *shapes)
             legal = self.constraint.joint(module_path(node), rule, legal)
-            options = self.known.add(key, legal, [self._node_seconds(node, s) for s in legal])
-        return options
+            self.known[key] = Options.of(legal, [self._node_seconds(node, s) for s in legal])
+        return self.known[key]
 
     def _offered(self, node: fx.Node, gradient: bool) -> Offered:
         """Return what the layout and `among` leave a node."""
@@ -334,18 +330,16 @@ class Search:
         """Make a region a variable: the layouts of all values that it makes, and the layouts it
         wants of values made outside.
         """
-        if not region.nodes:
-            return
-        variable = self._variable(region.nodes[0], region.options)
+        variable, options = self._variable(region.nodes[0], region.options), region.options
         self.members[variable] = region
-        items, key = region.options.items, region.options.key
+        items = options.items
         for position, name in enumerate(region.nodes):
             for index in range(len(items[0][position].results)):
                 layouts = tuple(item[position].results[index] for item in items)
-                self.native[name, index] = Want(variable, (key, position, index), layouts)
+                self.native[name, index] = Want(variable, (options, position, index), layouts)
         for source, position, index in region.outside_uses(self.notes.searched):
             layouts = tuple(item[position].operands[index] for item in items)
-            self.wants[source].append(Want(variable, (key, position, -1 - index), layouts))
+            self.wants[source].append(Want(variable, (options, position, -1 - index), layouts))
 
     def _outputs(self) -> None:
         nodes = {node.name: node for node in self.program.module.graph.nodes}
@@ -361,13 +355,13 @@ class Search:
             signature = tuple(tuple((a.size, a.opaque) for a in atoms) for atoms in dims)
 
             key = ("output", shape, signature, whole_only)
-            options = self.known.find(key)
-            if options is None:
+            if key not in self.known:
                 layouts = [x for x in placements(dims, shape, self.mesh) if x.is_plain]
                 layouts = layouts[:1] if whole_only else layouts
-                options = self.known.add(key, layouts, [0.0] * len(layouts))
+                self.known[key] = Options.of(layouts)
+            options = self.known[key]
             variable = self._variable(f"output {number}", options)
-            self.wants[value].append(Want(variable, (options.key, 0), options.items))
+            self.wants[value].append(Want(variable, (options, 0), options.items))
 
     # -- reshards ----------------------------------------------------------------------------------
     def _convert(self, value: Value, wants: list[Want]) -> None:
@@ -392,15 +386,15 @@ class Search:
         its first option is no copy. None where no layout is wanted twice.
         """
         key = ("copy", native.key, tuple(want.key for want in wants))
-        options = self.known.find(key)
-        if options is None:
+        if key not in self.known:
             times = Counter(layout for want in wants for layout in dict.fromkeys(want.layouts))
             shared = [layout for layout, count in times.items() if count > 1]
-            options = self.known.add(key, [None, *shared], [0.0] * (1 + len(shared)))
+            self.known[key] = Options.of([None, *shared])
+        options = self.known[key]
         if len(options.items) == 1:
             return None
         self.copies[value] = self._variable(f"copy {value}", options)
-        return Want(self.copies[value], (options.key, 0), options.items[1:])
+        return Want(self.copies[value], (options, 0), options.items[1:])
 
     # -- the result --------------------------------------------------------------------------------
     def plan(self, seconds: float, values: list[int]) -> Plan:
@@ -430,7 +424,6 @@ class Search:
             copies=copies,
             outputs=outputs,
             seconds=seconds,
-            unsplit=unsplit(self.program, self.mesh, choices),
             world=self.world,
             panels=self.constraint.panels,
             reduce_dtype=self.notes.reduce_dtype,
@@ -456,25 +449,27 @@ class Want(NamedTuple):
 class ReshardCosts:
     """Seconds of reshards between layouts; tables for the same layouts are built once."""
 
-    def __init__(self, world: World, known: Known) -> None:
-        self._known, self._world = known, world
-        self._terms = _pricer(world)
+    def __init__(self, world: World) -> None:
+        self._world, self._terms = world, _pricer(world)
+        self._known: dict[Hashable, Array] = {}
 
     def direct(self, native: Want, want: Want, element: Element) -> Array:
         """Return the seconds from each layout of the maker to each of the user."""
         key = ("direct", native.key, want.key, element)
-        return self._known.array(key, lambda: self._between(native.layouts, want.layouts, element))
+        if key not in self._known:
+            self._known[key] = self._between(native.layouts, want.layouts, element)
+        return self._known[key]
 
     def copied(self, native: Want, copy: Want, element: Element) -> Array:
         """Return the seconds from each layout of the maker to each copy; a copy's first option is
         none.
         """
-
-        def make() -> Array:
+        key = ("copied", native.key, copy.key, element)
+        if key not in self._known:
             matrix = self._between(native.layouts, copy.layouts, element)
-            return np.concatenate([np.zeros((len(native.layouts), 1)), matrix], axis=1)
-
-        return self._known.array(("copied", native.key, copy.key, element), make)
+            no_copy = np.zeros((len(native.layouts), 1))
+            self._known[key] = np.concatenate([no_copy, matrix], axis=1)
+        return self._known[key]
 
     def nearer(self, native: Want, copy: Want, want: Want, element: Element) -> Array:
         """Return the seconds to each layout of the user from the maker or the copy, whichever is
@@ -483,13 +478,12 @@ class ReshardCosts:
         sizes = (len(native.layouts), 1 + len(copy.layouts), len(want.layouts))
         if math.prod(sizes) > LARGEST:
             raise too_large(sizes)
-
-        def make() -> Array:
+        key = ("nearer", native.key, copy.key, want.key, element)
+        if key not in self._known:
             direct = self._between(native.layouts, want.layouts, element)[:, None, :]
             through = self._between(copy.layouts, want.layouts, element)[None, :, :]
-            return np.concatenate([direct, np.minimum(direct, through)], axis=1)
-
-        return self._known.array(("nearer", native.key, copy.key, want.key, element), make)
+            self._known[key] = np.concatenate([direct, np.minimum(direct, through)], axis=1)
+        return self._known[key]
 
     def _between(
         self, sources: Sequence[Layout], targets: Sequence[Layout], element: Element

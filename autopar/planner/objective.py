@@ -10,41 +10,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-import torch
 from torch import fx
 
-from autopar.cost.communication import Cost, costs, inner_costs, path_seconds
-from autopar.cost.compute import node_seconds, optimizer_seconds
+from autopar.cost.communication import Cost, costs, path_seconds
+from autopar.cost.compute import optimizer_seconds
+from autopar.cost.nodes import node_costs
 from autopar.ir.deep_models import DeepModel
-from autopar.ir.graph import carries_gradient, producer
+from autopar.ir.graph import producer
 from autopar.ir.layout import Element, Layout
-from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.reshard import reshard_steps
-from autopar.ir.sharding_rule import operands_of, results_of, value_of
+from autopar.ir.sharding_rule import results_of, value_of
 from autopar.ir.strategy import Strategy
-from autopar.ops.sharded import inner_collectives
-from autopar.planner.regions import Known, Region, Regions
+from autopar.planner.regions import Options, Region, regions_of
 from autopar.world import World
 
 CostTerms = dict[str, float]  # seconds of a training step, by what they are spent on
 
 COMPUTE, OPTIMIZER, SLICES = "compute", "optimizer", "slices in memory"
-
-
-def node_costs(
-    node: fx.Node, strategy: Strategy, notes: Annotations, mesh: Mesh, world: World
-) -> tuple[float, list[Cost]]:
-    """Return what a node costs under a strategy: the seconds of its computation, forward and
-    backward, and the collectives inside its sharded implementation.
-    """
-    gradient = carries_gradient(notes, node)
-    dtype = next(v.dtype for v in results_of(node) if isinstance(v, torch.Tensor))
-    seconds = node_seconds(notes.specs[node.name], strategy, dtype, gradient, world)
-    collectives = inner_collectives(node, strategy.operands)
-    sent = [collective for collective in collectives if gradient or not collective.backward]
-    return seconds, list(inner_costs(sent, mesh, world))
 
 
 def cost_terms(program: Program, plan: Plan, world: World) -> CostTerms:
@@ -81,18 +65,15 @@ class _Pricer:
     def run(self) -> CostTerms:
         """Return the terms of the full step."""
         self._stored()
-        tables = Known()
-        regions = Regions(self.notes, tables)
+        options: dict[str, Options] = {}
         for node in self.nodes.values():
             if node.name not in self.plan.choices:
                 continue
             strategy = self._strategy(node)
-            options = tables.add(node.name, [strategy], [0.0])
-            sources = [None if n is None else producer(n) for n in operands_of(node)]
-            regions.place(node.name, sources, options)
+            options[node.name] = Options.of([strategy])
             for index, layout in enumerate(strategy.results):
                 self.native[node.name, index] = layout
-        for region in regions.all:
+        for region in regions_of(self.nodes.values(), self.notes, options):
             self._enter(region)
         self._outputs()
         for value, wanted in self.wants.items():

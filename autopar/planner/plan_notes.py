@@ -5,8 +5,8 @@ Example: a vocabulary of 50,257 rows on an axis of 4 ranks is padded to 50,260 (
 `padding_notes` says. Where an op cannot take the padding, the head splits its summed dim, so that
 the logits of all classes are sent; `uneven_notes` names the vocabulary and the next multiple.
 "8 experts are split over expert of 8 ranks: priced for 8,192 tokens an expert" is an
-`expert_notes`. An annotated program and its plan enter, sentences leave. Called by exact_search.py,
-solve.py, confirm.py and why.py.
+`expert_notes`. An annotated program and its plan enter, sentences leave. Called by confirm.py and
+why.py.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from autopar.ir.graph import chain_name, module_path, producer, where
-from autopar.ir.mesh import Axis, Mesh
-from autopar.ir.plan import Choice, Plan
+from autopar.ir.mesh import Axis
+from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import operands_of
 from autopar.ir.strategy import IDLE
@@ -49,32 +49,25 @@ class Replicated:
         return f"{where(self.node)}: axis {self.axis.name} of {self.axis.size} {reason}"
 
 
-def replicated_matmuls(
-    program: Program, mesh: Mesh, choices: Mapping[str, Choice]
-) -> list[Replicated]:
+def replicated_matmuls(program: Program, plan: Plan) -> list[Replicated]:
     """Return the matmuls that axes replicate, one entry for each matmul and axis."""
     notes = program.annotations
     assert notes is not None
     replicated: list[Replicated] = []
     for node in program.module.graph.nodes:
         rule = notes.specs.get(node.name)
-        if node.name not in choices or rule is None or rule.product is None:
+        if node.name not in plan.choices or rule is None or rule.product is None:
             continue
         factors = notes.factors[node.name]
         splittable = {f: factors[f] for f in rule.sizes if rule.splittable(f) and factors[f]}
         sizes = ", ".join(
             f"{f} = {' × '.join(str(a.size) for a in atoms)}" for f, atoms in splittable.items()
         )
-        for axis, split in zip(mesh.axes, choices[node.name].splits, strict=True):
+        for axis, split in zip(plan.mesh.axes, plan.choices[node.name].splits, strict=True):
             divides = any(a.size % axis.size == 0 for atoms in splittable.values() for a in atoms)
             if split in IDLE:
                 replicated.append(Replicated(node, axis, sizes, divides))
     return replicated
-
-
-def unsplit(program: Program, mesh: Mesh, choices: Mapping[str, Choice]) -> tuple[str, ...]:
-    """Return one sentence for each matmul and mesh axis on which the matmul is replicated."""
-    return tuple(dict.fromkeys(str(each) for each in replicated_matmuls(program, mesh, choices)))
 
 
 def idle_note(

@@ -6,62 +6,48 @@ and depend on one value: resharding that value or the region's results costs no 
 in between. Partial values are the exception: a sum of two partial ones can be all-reduced at once,
 but each by itself would take two collectives.
 
-`Known` shares options and tables between what looks alike. Used by exact_search.py, objective.py
-and bounds/factor_graph.py.
+The options of every node enter `regions_of`, regions with theirs leave. Used by exact_search.py,
+objective.py and bounds/factor_graph.py.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import fx
 
+from autopar.ir.graph import producer
 from autopar.ir.layout import Layout
 from autopar.ir.program import Annotations, Value
+from autopar.ir.sharding_rule import operands_of
 from autopar.ir.strategy import Strategy
 
 Array = NDArray[np.float64]
 
 
-class Options(NamedTuple):
-    """The options of one variable. What looks alike shares the object, and all tables made
-    from it.
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The options of one variable, with the seconds of each. What looks alike shares the object,
+    and all tables made from it: they are told apart by identity.
     """
 
-    key: int
     items: tuple[Any, ...]
     costs: Array
 
+    @staticmethod
+    def of(items: Iterable[Any], costs: Iterable[float] | None = None) -> Options:
+        """Return options of these items, of no seconds where `costs` has none."""
+        options = tuple(items)
+        seconds = [0.0] * len(options) if costs is None else list(costs)
+        return Options(options, np.array(seconds, dtype=np.float64))
 
-_EMPTY = Options(-1, ((),), np.zeros(1))  # of a region without nodes: one empty option
 
-
-class Known:
-    """Options and arrays that were built before, by what they were built of."""
-
-    def __init__(self) -> None:
-        self._options: dict[Hashable, Options] = {}
-        self._arrays: dict[Hashable, Array] = {}
-
-    def find(self, key: Hashable) -> Options | None:
-        """Return the options under `key`, None where there are none yet."""
-        return self._options.get(key)
-
-    def add(self, key: Hashable, items: Sequence[Any], costs: Sequence[float]) -> Options:
-        """Return options of these items and seconds, kept under `key`."""
-        array = np.array(costs, dtype=np.float64)
-        self._options[key] = Options(len(self._options), tuple(items), array)
-        return self._options[key]
-
-    def array(self, key: Hashable, make: Callable[[], Array]) -> Array:
-        """Return the array under `key`, made at the first call."""
-        if key not in self._arrays:
-            self._arrays[key] = make()
-        return self._arrays[key]
+_EMPTY = Options(((),), np.zeros(1))  # of a region without nodes: one empty option
 
 
 @dataclass(eq=False)
@@ -90,19 +76,32 @@ class Region:
                     yield source, position, index
 
 
-class Regions:
+def regions_of(
+    nodes: Iterable[fx.Node], notes: Annotations, options: Mapping[str, Options]
+) -> list[Region]:
+    """Return the regions of the nodes that have options, in the order of the graph: each node is in
+    that of the value that it depends on, if it only carries that on, else in one of its own.
+    """
+    regions = _Regions(notes)
+    for node in nodes:
+        if node.name in options:
+            sources = [None if n is None else producer(n) for n in operands_of(node)]
+            regions.place(node.name, sources, options[node.name])
+    return [region for region in regions.all if region.nodes]
+
+
+class _Regions:
     """The regions of a graph, built as its nodes are placed in order."""
 
-    def __init__(self, notes: Annotations, known: Known) -> None:
+    def __init__(self, notes: Annotations) -> None:
         self.all: list[Region] = []
-        self._notes, self._known = notes, known
+        self._notes = notes
+        self._known: dict[Hashable, Options] = {}  # joined options, by what they were joined of
         self._region_of: dict[Value, Region] = {}
         self._fed_by: dict[Value, Region] = {}
 
     def place(self, name: str, sources: list[Value | None], options: Options) -> None:
-        """Put a node into the region of the value it depends on, if the node only carries it on;
-        else into a region of its own.
-        """
+        """Put a node into the region of the value it depends on, or into one of its own."""
         region = self._carried_by(name, sources)
         if region is None or not self._extend(region, name, sources, options):
             region = Region(None)
@@ -149,11 +148,11 @@ class Regions:
         would have 2^24 options.
         """
         wiring = tuple(_crossing(region, source) for source in sources)
-        key = ("region", region.options.key, options.key, wiring, tuple(region.uses))
-        options_joined = self._known.find(key)
-        if options_joined is None:
+        key = region.options, options, wiring, tuple(region.uses)
+        if key not in self._known:
             joined = _join_options(region.options, options, wiring, region.uses)
-            options_joined = self._known.add(key, *joined)
+            self._known[key] = Options.of(*joined)
+        options_joined = self._known[key]
         most = max(len(region.options.items), len(options.items))
         if not 0 < len(options_joined.items) <= most:
             return False

@@ -52,7 +52,6 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.contender import Contender
 from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.objective import sum_of_blocks
-from autopar.planner.plan_notes import unsplit
 from autopar.planner.request import Layouts, PlanRequest, with_requested_recomputation
 from autopar.planner.space import Candidate, candidates, rivals
 from autopar.world import World
@@ -509,7 +508,6 @@ class ShortenedModel:
 
     def chosen(self, plan: Plan, request: PlanRequest) -> DeepModel:
         """Return the program with this plan, the sum of its seconds, and its recomputation."""
-        plan = dataclasses.replace(plan, unsplit=unsplit(self.program, plan.mesh, plan.choices))
         seconds = sum_of_blocks(self.deep.under(plan), self.world)
         plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
         program = with_requested_recomputation(

@@ -43,7 +43,7 @@ from autopar.ir.sharding_rule import (
 )
 from autopar.ir.strategy import AxisChoice, PartialPassThrough, Slot, free_choices, rule_look
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
-from autopar.planner.regions import Known, Region, Regions
+from autopar.planner.regions import Options, Region, regions_of
 
 INVARIANT, REPLICATED, PARTIAL, FIRST_SLOT = 0, 1, 2, 3  # the codes of states; slots follow
 
@@ -143,8 +143,7 @@ class _Builder:
         assert program.annotations is not None
         self.program, self.notes = program, program.annotations
         self.nodes = {node.name: node for node in program.module.graph.nodes}
-        self.known = Known()
-        self.regions = Regions(self.notes, self.known)
+        self.known: dict[Hashable, Options] = {}  # by what a node looks like
         self.variables: list[Variable] = []
         self.kinds: dict[Value, Kind] = {}
         self.makers: dict[Value, tuple[Variable, tuple[int, ...]]] = {}
@@ -161,17 +160,15 @@ class _Builder:
         for node in self.nodes.values():
             if node.op == "placeholder" and node.name in self.notes.searched:
                 self._stored(node, entries[node.name].kind == "parameter")
-        for node in self.nodes.values():
-            if (
-                node.op == "call_function"
-                and node.name in self.notes.searched
-                and node.name in self.notes.specs
-            ):
-                sources = [None if n is None else producer(n) for n in operands_of(node)]
-                self.regions.place(node.name, sources, self._options(node))
-        for region in self.regions.all:
-            if region.nodes:
-                self._enter(region)
+        options = {
+            node.name: self._options(node)
+            for node in self.nodes.values()
+            if node.op == "call_function"
+            and node.name in self.notes.searched
+            and node.name in self.notes.specs
+        }
+        for region in regions_of(self.nodes.values(), self.notes, options):
+            self._enter(region)
         self._connect()
         count: Counter[tuple[str, int] | None] = Counter()
         for variable in self.variables:
@@ -204,16 +201,14 @@ class _Builder:
         self.variables.append(variable)
         self.makers[value] = (variable, states)
 
-    def _options(self, node: fx.Node) -> Any:
+    def _options(self, node: fx.Node) -> Options:
         rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         gradient = carries_gradient(self.notes, node)
         key = (node_look(self.notes, node), gradient)
-        options = self.known.find(key)
-        if options is None:
+        if key not in self.known:
             choices = free_choices(rule, factors, gradient)
-            items = [self._option(rule, factors, choice) for choice in choices]
-            options = self.known.add(key, items, [0.0] * len(items))
-        return options
+            self.known[key] = Options.of(self._option(rule, factors, c) for c in choices)
+        return self.known[key]
 
     def _option(
         self, rule: OpShardingRule, factors: dict[str, tuple[Atom, ...]], choice: AxisChoice
@@ -244,7 +239,7 @@ class _Builder:
         variable = Variable(
             first.name,
             items,
-            ("region", region.options.key),
+            ("region", region.options),
             numbered_block(module_path(first)),
             self.kind((first.name, 0)),
             region,
