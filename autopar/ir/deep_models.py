@@ -30,6 +30,7 @@ from autopar.ir.graph import (
     blocks,
     module_path,
     numbered_block,
+    remember,
     repeats,
 )
 from autopar.ir.layout import Layout
@@ -45,6 +46,13 @@ class DeepModel:
     the same program with another plan. `edge`: units that stay at either end of a run; `more`:
     further units, which show what each adds.
     """
+
+    @staticmethod
+    def of(program: Program) -> DeepModel:
+        """Return the deep model of a program, whose runs are found once for a graph."""
+        bare, graph = dataclasses.replace(program, tensors={}, plan=None), program.module.graph
+        known = remember(graph, "blocks", (program.signature,), lambda: DeepModel(bare))
+        return DeepModel(program, known)
 
     def __init__(
         self, program: Program, known: DeepModel | None = None, edge: int = _EDGE, more: int = _MORE

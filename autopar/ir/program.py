@@ -24,7 +24,7 @@ from autopar._compat import pytree
 from autopar.ir.layout import Element, Layout
 from autopar.ir.padding import Pad
 from autopar.ir.plan import Plan
-from autopar.ir.sharding_rule import OpShardingRule
+from autopar.ir.sharding_rule import OpShardingRule, results_of, shape_of
 
 Autocast = tuple[tuple[str, torch.dtype], ...]  # (device type, dtype to cast to)
 
@@ -264,3 +264,29 @@ def same_outputs(program: Program) -> None:
     """
     names = [output.node for output in program.signature.outputs if output.node is not None]
     assert returned_names(program.module.graph) == names, "outputs and signature differ"
+
+
+def check_choices(program: Program) -> None:
+    """Assert what holds once a plan is chosen: every searched node has a choice whose layouts have
+    the shapes of its tensors and lie on the plan's mesh, and every parameter a stored layout.
+    """
+    assert program.plan is not None and program.annotations is not None
+    for name in program.annotations.searched & program.annotations.specs.keys():
+        assert name in program.plan.choices, f"choose left {name} without a layout"
+    for entry in program.signature.inputs:
+        if entry.kind == "parameter":
+            assert entry.node in program.plan.stored, (
+                f"choose left parameter {entry.target} without a stored layout"
+            )
+    for name, choice in program.plan.choices.items():
+        for layout, shape in zip(choice.results, _shapes(program, name), strict=True):
+            assert layout.shape == shape and layout.mesh == program.plan.mesh, (
+                f"{name} of shape {shape} is to lie as ({layout}) of {layout.shape} on mesh "
+                f"{layout.mesh}, the plan's is {program.plan.mesh}"
+            )
+
+
+def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:
+    """Return the shapes of a node's tensor results."""
+    node = next(n for n in program.module.graph.nodes if n.name == name)
+    return [shape_of(v) for v in results_of(node) if hasattr(v, "shape")]

@@ -2,9 +2,9 @@
 at once.
 
 Example: of 35 candidates on 64 ranks, `bound` says in one pass of messages that 30 cannot beat the
-best; `promising` keeps the others for solve.py.
+best, so solve.py searches the others.
 
-An annotated program and candidates enter; bounds in seconds leave, or a `Bound`, from which `near`
+An annotated program and a space enter; bounds in seconds leave, or a `Bound`, from which `near`
 reads the joint choices that the exact search takes. Candidates with as many axes are bounded in one
 array, at several shares of what collectives count as if they were further meshes.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +33,11 @@ from numpy.typing import NDArray
 
 from autopar.cost.activations import Price
 from autopar.cost.many_meshes import BIG, HALF, Floats, meshes_of
+from autopar.ir.deep_models import DeepModel
 from autopar.ir.garbage import without_collection
+from autopar.ir.graph import remember
 from autopar.ir.layout import I, R
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.progress import tell
 from autopar.ir.strategy import AxisChoice, Slot
@@ -54,7 +55,7 @@ from autopar.planner.bounds.factor_graph import (
 from autopar.planner.bounds.option_costs import OptionCosts, Rated
 from autopar.planner.bounds.reshard_costs import ReshardBounds
 from autopar.planner.constraint import Constraint
-from autopar.planner.space import Candidate
+from autopar.planner.space import Candidate, Space
 from autopar.world import World
 
 _TOGETHER = 96  # meshes bounded in one array: numpy works on rows of meshes
@@ -76,19 +77,51 @@ class Bounded(NamedTuple):
     place: int
 
 
+class SpaceBounds(NamedTuple):
+    """The bounds in seconds of a space: of its candidates and, by name, of its rivals'."""
+
+    candidates: list[float]
+    rivals: dict[str, list[float]]
+
+
 def need_no_bound(candidates: Sequence[Candidate]) -> bool:
     """Whether the candidates are so few, and their rules leave so little, that each is searched."""
     one_rank = not candidates[0][0].axes
     return one_rank or (len(candidates) <= _FEW and not any(rules.free for _, rules in candidates))
 
 
-def bound(program: Program, candidates: Sequence[Candidate], world: World) -> list[float]:
-    """Return a lower bound of the step in seconds for every candidate; 0 where all are searched
-    exactly anyway.
+def bound(program: Program, space: Space, world: World) -> SpaceBounds:
+    """Return a lower bound of the step in seconds for every candidate of a space; 0 where all of a
+    layout are searched exactly anyway. It is found once for the same lists of candidates.
     """
-    if len(candidates) == 1 or need_no_bound(candidates):
-        return [0.0] * len(candidates)
-    return lower_bounds(program, candidates, world)
+    own = [0.0] * len(space.candidates)
+    if len(space.candidates) > 1 and not need_no_bound(space.candidates):
+        reads = program.annotations, program.signature, world, space.candidates
+        find = partial(lower_bounds, program, space.candidates, world)
+        own = remember(program.module.graph, "bounds", reads, find, program.counting)
+    return SpaceBounds(own, bound_rivals(program, space.rivals, world))
+
+
+def bound_rivals(
+    program: Program, rivals: Mapping[str, list[Candidate]], world: World
+) -> dict[str, list[float]]:
+    """Return what `bound` does for the candidates of each of several layouts. All are bounded in
+    the same arrays: a layout takes as long as one of its meshes. Of a model without equal blocks
+    each is searched, without a bound.
+    """
+    deep = any(len(each) > 1 for each in rivals.values()) and DeepModel.of(program).runs
+    several = [name for name, each in rivals.items() if len(each) > 1 and deep]
+    candidates = [candidate for name in several for candidate in rivals[name]]
+    found: list[float] = []
+    if candidates:
+        reads = program.annotations, program.signature, world, *rivals.values()
+        find = partial(lower_bounds, program, candidates, world)
+        found = remember(program.module.graph, "bounds of rivals", reads, find, program.counting)
+    bounds = iter(found)
+    return {
+        name: [next(bounds) for _ in each] if name in several else [0.0] * len(each)
+        for name, each in rivals.items()
+    }
 
 
 @without_collection()
@@ -150,9 +183,9 @@ def pass_messages(
     candidate, of the collectives that can overlap; () for the program's own.
     """
     whole = frame(program)
+    short, twins = shorten_frame(whole)
     meshes = meshes_of(tuple(mesh for mesh, _ in candidates), world, tuple(shares))
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in candidates], price)
-    short, twins = shorten_frame(whole)
     start = Bound(short, costs)
     start.run(_ROUNDS)
     return start if short is whole else Bound(whole, costs, start, twins)
@@ -163,31 +196,6 @@ def bound_on(program: Program, mesh: Mesh, constraint: Constraint, world: World)
     messages = pass_messages(program, [(mesh, constraint)], world)
     messages.run(2)
     return messages
-
-
-# -- what is kept ----------------------------------------------------------------------------------
-def promising(
-    bounds: Sequence[float], candidates: Sequence[Candidate], most: int, near: float | None = None
-) -> list[Candidate]:
-    """Return at most `most` candidates of the lowest bounds, none above `near` times the least, in
-    their given order.
-    """
-    assert candidates, "nothing to choose from"
-    lowest = sorted(range(len(candidates)), key=bounds.__getitem__)[:most]
-    limit = None if near is None else near * bounds[lowest[0]]
-    return [candidates[i] for i in sorted(lowest) if limit is None or bounds[i] <= limit]
-
-
-def bounds_of(plan: Plan) -> list[float]:
-    """Return the bound in seconds of every candidate that a plan was chosen from."""
-    return [bound for _, bound in plan.meshes]
-
-
-def with_bounds(
-    candidates: Sequence[Candidate], bounds: Sequence[float]
-) -> tuple[tuple[str, float], ...]:
-    """Return (mesh, bound in seconds) of every candidate, as a plan stores them."""
-    return tuple((str(mesh), s) for (mesh, _), s in zip(candidates, bounds, strict=True))
 
 
 # -- the options near the least --------------------------------------------------------------------
@@ -307,6 +315,7 @@ class Bound:
         self._grain = self._grain_of(self._least_alone())
         self.rounds = 0  # of messages on this frame
         self._bounds = np.zeros(self.meshes.mesh_count)
+        self.seconds = 0.0  # the bound on the first mesh after the last round
         if start is not None and twins is not None:
             self._take_over(start, twins)
 
@@ -423,11 +432,6 @@ class Bound:
         return _ALIKE * float(bounds.min()) / max(1.0, edges)
 
     # -- messages ----------------------------------------------------------------------------------
-    @property
-    def seconds(self) -> float:
-        """The bound on the first mesh after the last round."""
-        return float(self._bounds[0])
-
     def run(self, rounds: int = 1) -> Bounds:
         """Run more rounds and return the bound after them, in seconds per mesh."""
         self.rounds += rounds
@@ -439,6 +443,7 @@ class Bound:
             for variable in reversed(self.inner):
                 bounds += self._update(variable, forwards=False)
             self._grain, self._bounds = self._grain_of(bounds), bounds
+        self.seconds = float(self._bounds[0])
         return self._bounds
 
     def _update(self, variable: Variable, forwards: bool) -> Bounds:
@@ -553,7 +558,7 @@ class Bound:
         """Return the bounds of a parameter with one use, given those of its user."""
         own = self._rated[id(end.edge.maker)]
         user_costs = np.where(total < HALF, total - self._of_leaf(end), BIG)
-        user = end.reshards.pull(least(user_costs, end.mine, end.states))
+        user = end.across(least(user_costs, end.mine, end.states))
         return np.minimum(own.seconds + spread(user, end.theirs, end.states), BIG)
 
 

@@ -143,17 +143,23 @@ class Search:
         """Minimise the sum of the tables and return the plan. Raises PlanError where a table
         would have more than `largest` entries, by default elimination.LARGEST.
         """
-        order = order_of(self.sizes, self.scopes, largest)
-        return self.plan(*minimise(self.sizes, self.tables, order=order))
+        return self.plan(*self._least_sum(largest))
 
     def solve_nearly(self) -> Plan:
         """Return the plan of the tables' least sum, or one near it, with a bound."""
         try:
-            seconds, values = minimise(self.sizes, self.tables)
+            seconds, values = self._least_sum()
             bound = seconds
         except PlanError:
             seconds, values, bound = minimise_nearly(self.sizes, self.tables)
         return dataclasses.replace(self.plan(seconds, values), bound=bound)
+
+    def _least_sum(self, largest: int | None = None) -> tuple[float, list[int]]:
+        """Return the least sum of the tables and the values that reach it. Tables are made once it
+        is known that none that elimination needs is too large.
+        """
+        order = order_of(self.sizes, self.scopes, largest)
+        return minimise(self.sizes, self.tables, order=order)
 
     @property
     def sizes(self) -> list[int]:
@@ -255,7 +261,7 @@ class Search:
                 layouts = [layout for layout in layouts if plain_shards(layout, pads)]
                 layouts = self.constraint.storage(node.name, path, layouts)
             seconds = [self._stored_seconds(x, size) if parameter else 0.0 for x in layouts]
-            self.known[key] = Options.of(layouts, seconds)
+            self.known[key] = Options(tuple(layouts), np.array(seconds))
         options = self.known[key]
         variable = self._variable(node.name, options)
         self.native[value] = Want(variable, (options, 0), options.items)
@@ -292,7 +298,8 @@ class Search:
         if key not in self.known:
             legal = offered.legal(rule, factors, self.mesh, *shapes)
             legal = self.constraint.joint(module_path(node), rule, legal)
-            self.known[key] = Options.of(legal, [self._node_seconds(node, s) for s in legal])
+            seconds = [self._node_seconds(node, strategy) for strategy in legal]
+            self.known[key] = Options(tuple(legal), np.array(seconds))
         return self.known[key]
 
     def _offered(self, node: fx.Node, gradient: bool) -> Offered:
@@ -358,7 +365,7 @@ class Search:
             if key not in self.known:
                 layouts = [x for x in placements(dims, shape, self.mesh) if x.is_plain]
                 layouts = layouts[:1] if whole_only else layouts
-                self.known[key] = Options.of(layouts)
+                self.known[key] = Options(tuple(layouts), np.zeros(len(layouts)))
             options = self.known[key]
             variable = self._variable(f"output {number}", options)
             self.wants[value].append(Want(variable, (options, 0), options.items))
@@ -389,7 +396,7 @@ class Search:
         if key not in self.known:
             times = Counter(layout for want in wants for layout in dict.fromkeys(want.layouts))
             shared = [layout for layout, count in times.items() if count > 1]
-            self.known[key] = Options.of([None, *shared])
+            self.known[key] = Options((None, *shared), np.zeros(1 + len(shared)))
         options = self.known[key]
         if len(options.items) == 1:
             return None

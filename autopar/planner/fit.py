@@ -12,9 +12,9 @@ again in the backward, plans are searched as if all were: that costs two gathers
 most promising plans are then rematerialized as little as fits (rematerialize.py), and the fastest
 wins. "auto" also compares the named layouts' plans.
 
-A model, contenders and a request enter, the program with the plan that fits leaves. The only stage
-that goes back to an earlier one: which price of a byte is worth a search, the peak of the plan at
-the last one says. confirm.py is the next stage.
+A program, contenders and a request enter, the program with the plan that fits leaves. It is the
+only stage that goes back to an earlier one: which price of a byte is worth a search, the peak of
+the plan at the last one says. confirm.py is the next stage.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import emit_program
 from autopar.planner import small_models
-from autopar.planner.bound import bounds_of, lower_bounds, promising
-from autopar.planner.contender import Contender
+from autopar.planner.bound import bound_rivals, lower_bounds
 from autopar.planner.objective import cost_terms
 from autopar.planner.rematerialize import (
     Estimated,
@@ -47,8 +46,9 @@ from autopar.planner.rematerialize import (
     TriedRematerialization,
 )
 from autopar.planner.request import Layouts, PlanRequest
-from autopar.planner.solve import GAP, ShortenedModel
-from autopar.planner.space import Candidate, rivals
+from autopar.planner.solve import GAP, Contender, ShortenedModel, bounds_of, promising
+from autopar.planner.space import Candidate, candidates, rival_candidates
+from autopar.world import World
 
 _STEP = 8.0  # factor between the first prices; its square root after a turn
 _TRIES = 4
@@ -62,15 +62,18 @@ _FRUGAL = 64.0  # price of a byte, in steps per peak: so high that memory decide
 _PRICES = (0.25, 0.5, 1.0, 2.0)  # of all bytes held, in step times of the plan of least time
 
 
-def fit(model: ShortenedModel, contenders: Sequence[Contender], request: PlanRequest) -> Program:
+def fit(
+    program: Program, world: World, contenders: Sequence[Contender], request: PlanRequest
+) -> Program:
     """Return the first of several contenders that fits the request's budget as it is; else the
     fastest plan found that fits, or that of least memory where none does. Without a limit, return
     the first.
     """
-    if request.memory_bytes is None:
+    budget = request.budget
+    if budget is None or budget.memory_bytes is None:
         return contenders[0].program
-    assert request.budget is not None
-    return _fit_to_aim(contenders, LimitedSearch(model, request, request.budget))
+    search = LimitedSearch(ShortenedModel.of(program, world), request, budget)
+    return _fit_to_aim(contenders, search)
 
 
 def _fit_to_aim(contenders: Sequence[Contender], under: LimitedSearch) -> Program:
@@ -119,9 +122,10 @@ def _named_layout_plans(free: LimitedSearch, best: Contender) -> Iterator[Conten
     it must split.
     """
     named: list[tuple[LimitedSearch, Contender]] = []
-    for name in rivals(free.model.program) if free.world.ranks > 1 else ():
-        if (plan := free.model.named(name)) is None:
-            continue
+    rivals = rival_candidates(free.world.ranks, free.program)
+    bounds = bound_rivals(free.program, rivals, free.world)
+    for name, meshes in rivals.items():
+        plan = free.model.named(name, meshes, bounds[name])
         named.append((free.under(name), Contender(free.model.chosen(plan, free.request))))
     named.sort(key=lambda pair: pair[1].plan.seconds)
 
@@ -182,7 +186,7 @@ class LimitedSearch:
         return LimitedSearch(self.model, self.request.under(layout), self.aim)
 
     def _candidates(self) -> list[Candidate]:
-        return self.model.candidates(self.layout)
+        return candidates(self.layout, self.world.ranks, self.program)
 
     def lower(self, off: float) -> LimitedSearch:
         """Return the search with an aim lower by `off`, by which an estimate was too low."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+import numpy as np
 from torch import fx
 
 from autopar.cost.communication import Cost, costs, path_seconds
@@ -70,7 +71,7 @@ class _Pricer:
             if node.name not in self.plan.choices:
                 continue
             strategy = self._strategy(node)
-            options[node.name] = Options.of([strategy])
+            options[node.name] = Options((strategy,), np.zeros(1))
             for index, layout in enumerate(strategy.results):
                 self.native[node.name, index] = layout
         for region in regions_of(self.nodes.values(), self.notes, options):

@@ -38,10 +38,11 @@ from autopar.ir.program import Atom, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of
 from autopar.passes import annotate, emit_program
 from autopar.passes.pad import check, pad, paddable, weights_of
-from autopar.planner.bound import lower_bounds, with_bounds
+from autopar.planner.bound import lower_bounds
 from autopar.planner.named_layouts import roles_of
 from autopar.planner.objective import cost_terms
 from autopar.planner.request import GridContext, Layouts, PlanRequest
+from autopar.planner.solve import with_bounds
 from autopar.planner.space import candidates
 from autopar.world import World
 

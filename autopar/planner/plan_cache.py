@@ -27,10 +27,10 @@ import torch
 
 from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, check_choices
 from autopar.planner.padding import with_padding_of
+from autopar.planner.plan_context import fingerprint
 from autopar.planner.request import PlanRequest
-from autopar.planner.solve import check_choices
 from autopar.world import World, json_file
 from autopar.world.world import say_once
 
@@ -39,18 +39,17 @@ FOLDER = "AUTOPAR_CACHE"  # the environment variable that names it; without it n
 
 def chosen_before(
     program: Program,
-    graph: str,
     world: World,
     request: PlanRequest,
     search: Callable[[Program], Program],
 ) -> Program:
     """Return the program with the plan that was chosen for it before, else with the one that
-    `search` finds, which is kept. `graph`: the fingerprint of the program.
+    `search` finds, which is kept.
     """
     folder = os.environ.get(FOLDER)
     if not folder:
         return search(program)
-    path = Path(folder).expanduser() / f"{_key(program, graph, world, request)}.json"
+    path = Path(folder).expanduser() / f"{_key(program, world, request)}.json"
     cached = _load(path, program)
     if cached is not None:
         say_once(f"the plan is read from {path}, no search was made; unset {FOLDER} to search anew")
@@ -83,11 +82,12 @@ def _load(path: Path, program: Program) -> Program | None:
     return planned
 
 
-def _key(program: Program, graph: str, world: World, request: PlanRequest) -> str:
+def _key(program: Program, world: World, request: PlanRequest) -> str:
     """Return 32 hex digits that name all that a search depends on."""
     assert program.annotations is not None
     rules = _plain(program.annotations.specs)
-    facts = [graph, rules, world.to_json(), repr(request), torch.__version__, _sources()]
+    versions = torch.__version__, _sources()
+    facts = [fingerprint(program), rules, world.to_json(), repr(request), *versions]
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 

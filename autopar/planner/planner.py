@@ -15,20 +15,19 @@ import dataclasses
 from functools import partial
 
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
+from autopar.ir.program import Program, check_choices
 from autopar.passes import annotate, draws, masks
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.bound import bound
 from autopar.planner.constraint import Constraint
-from autopar.planner.contender import Contender
 from autopar.planner.fit import fit
 from autopar.planner.microbatch_plans import may_gather_once, plan_of_microbatch
 from autopar.planner.padding import search_with_padding, search_with_rows_padded
 from autopar.planner.plan_cache import chosen_before
-from autopar.planner.plan_context import fingerprint
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate
-from autopar.planner.solve import ShortenedModel, check_choices, exact, solve
+from autopar.planner.solve import Contender, exact, solve
+from autopar.planner.space import space
 from autopar.world import World
 
 
@@ -62,12 +61,12 @@ def choose_plan(
     search = partial(search_with_padding, search, world=world, request=request)
 
     def choose(program: Program) -> Program:
-        name, count = fingerprint(program), request.microbatches
+        count = request.microbatches
         if count == 1:
-            return chosen_before(program, name, world, request, search)
+            return chosen_before(program, world, request, search)
         gathers = 1 / count if may_gather_once(program, request) else 1.0
         counted = annotate.count_microbatch(program, count, 1 / count, gathers)
-        chosen = chosen_before(counted, name, world, request, search)
+        chosen = chosen_before(counted, world, request, search)
         return plan_of_microbatch(
             annotate.count_microbatch(chosen, count, 1.0, 1.0), world, request
         )
@@ -95,18 +94,25 @@ def search_plan(program: Program, world: World, request: PlanRequest) -> Program
     """Return the annotated program with the fastest plan found that fits the request's budget, or
     that of least memory where none fits; without a limit, the plan of least time.
     """
-    model = ShortenedModel.of(program, world)
-    chosen = fit(model, fastest_plans(model, request), request)
+    bare = dataclasses.replace(program, tensors={}, plan=None)
+    chosen = fit(bare, world, fastest_plans(bare, world, request), request)
     return dataclasses.replace(chosen, tensors=program.tensors)
 
 
-def fastest_plans(model: ShortenedModel, request: PlanRequest) -> list[Contender]:
+def fastest_plans(program: Program, world: World, request: PlanRequest) -> list[Contender]:
     """Return the plan of the least sum of seconds; with overlap, the plans that compete by their
     simulated step, the fastest first.
     """
     assert request.layout is not None
-    layout, program, world = request.layout, model.program, model.world
-    space = model.candidates(layout)
-    bounds = model.once("bounds", layout, lambda: bound(program, space, world))
-    contenders = solve(model, space, bounds, request)
+    searched = space(request.layout, world.ranks, program, _are_compared(world, request))
+    bounds = bound(program, searched, world)
+    contenders = solve(program, world, searched, bounds, request)
     return simulate(contenders, request)
+
+
+def _are_compared(world: World, request: PlanRequest) -> bool:
+    """Whether several plans are compared by their steps with overlap: not where the request says
+    what is recomputed, nor on one rank.
+    """
+    recompute = "auto" if request.budget is None else request.budget.recompute
+    return request.overlap and world.ranks > 1 and recompute in ("auto", "none")

@@ -39,13 +39,6 @@ class Options:
     items: tuple[Any, ...]
     costs: Array
 
-    @staticmethod
-    def of(items: Iterable[Any], costs: Iterable[float] | None = None) -> Options:
-        """Return options of these items, of no seconds where `costs` has none."""
-        options = tuple(items)
-        seconds = [0.0] * len(options) if costs is None else list(costs)
-        return Options(options, np.array(seconds, dtype=np.float64))
-
 
 _EMPTY = Options(((),), np.zeros(1))  # of a region without nodes: one empty option
 
@@ -150,8 +143,7 @@ class _Regions:
         wiring = tuple(_crossing(region, source) for source in sources)
         key = region.options, options, wiring, tuple(region.uses)
         if key not in self._known:
-            joined = _join_options(region.options, options, wiring, region.uses)
-            self._known[key] = Options.of(*joined)
+            self._known[key] = _join_options(region.options, options, wiring, region.uses)
         options_joined = self._known[key]
         most = max(len(region.options.items), len(options.items))
         if not 0 < len(options_joined.items) <= most:
@@ -177,7 +169,7 @@ def _crossing(region: Region, source: Value | None) -> Crossing:
 
 def _join_options(
     region: Options, node: Options, wiring: tuple[Crossing, ...], uses: list[tuple[int, int]]
-) -> tuple[list[tuple[Strategy, ...]], list[float]]:
+) -> Options:
     """Return every pair of an option of the region and a strategy of the next node that agree on
     the layouts between them, with its seconds.
     """
@@ -204,7 +196,7 @@ def _join_options(
         for index in matching.get(wanted, ()):
             items.append((*item, node.items[index]))
             seconds.append(cost + node.costs[index])
-    return items, seconds
+    return Options(tuple(items), np.array(seconds, dtype=np.float64))
 
 
 def _provided_layout(

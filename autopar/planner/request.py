@@ -20,10 +20,8 @@ from typing import Literal
 import torch
 
 from autopar.cost.memory import Budget, Limit, Optimizer, Recompute
-from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import read_reduce_dtype
-from autopar.ir.program import Program
 from autopar.world import World
 
 
@@ -383,18 +381,3 @@ class PlanOptions:
         return PlanRequest(
             self.layout, budget, summed, bool(self.overlap), self.outputs, replicated_parameters
         )
-
-
-def with_requested_recomputation(program: Program, request: PlanRequest) -> Program:
-    """Return the program with a plan, its plan with the recomputation that the request sets: with
-    "full" every repeated block is recomputed, with "gathers" every one gathers its weights again;
-    with "selective" the cheap ops of every one run again;
-    "auto" leaves both to the memory search.
-    """
-    assert program.plan is not None
-    repeated = blocks(program.module.graph.nodes)
-    recompute = repeated if request.recompute == "full" else ()
-    regather = repeated if request.recompute == "gathers" else ()
-    rerun = repeated if request.recompute == "selective" else ()
-    plan = dataclasses.replace(program.plan, recompute=recompute, regather=regather, rerun=rerun)
-    return dataclasses.replace(program, plan=plan)

@@ -21,14 +21,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cost.activations import MidstepMemory, activation_bytes
+from autopar.cost.memory import Budget
 from autopar.cost.simulator import bucket_seconds
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import Program
 from autopar.ir.progress import tell
 from autopar.passes import emit_program
-from autopar.planner.contender import Contender
 from autopar.planner.request import PlanRequest
-from autopar.planner.solve import NEAR, Contenders, shares
+from autopar.planner.solve import NEAR, Contender, Contenders
 from autopar.world import World
 
 _BLOCKS = 4  # at either end of a run, and more: they fill buckets, unless blocks are small
@@ -40,7 +40,9 @@ _RUN = 6  # plans simulated by either measure: about a second each for a deep mo
 def simulate(contenders: Contenders, request: PlanRequest) -> list[Contender]:
     """Return the most promising contenders in order of their simulated steps."""
     chosen = most_promising(contenders, request)
-    return chosen if len(chosen) == 1 else _by_step(chosen, contenders.world, contenders.steps)
+    if len(chosen) == 1:
+        return chosen
+    return _by_step(chosen, contenders.world, contenders.least_share, contenders.steps)
 
 
 def most_promising(contenders: Contenders, request: PlanRequest) -> list[Contender]:
@@ -50,15 +52,14 @@ def most_promising(contenders: Contenders, request: PlanRequest) -> list[Contend
     """
     if len(contenders.all) == 1:
         return [contenders.least_sum]
-    limit = NEAR * contenders.least_step
-    optimizer = "adamw" if request.budget is None else request.budget.optimizer
-    saved = MidstepMemory(contenders.least_sum.program, optimizer)
+    limit, budget = NEAR * contenders.least_step, request.budget or Budget()
+    saved = MidstepMemory(contenders.least_sum.program, budget.optimizer)
 
     def may_fit(each: Contender) -> bool:
         """Whether the bytes that a plan holds without rematerialization are within the limit; its
         peak is higher.
         """
-        most = request.memory_bytes
+        most = budget.memory_bytes
         return most is None or activation_bytes(saved, each.plan) <= most
 
     that_fit = [c for c in contenders.all.values() if c.least_step <= limit and may_fit(c)]
@@ -85,26 +86,29 @@ def exposed_seconds(contender: Contender, share: float) -> float:
 
 
 def _by_step(
-    contenders: Sequence[Contender], world: World, known: dict[Contender, float]
+    contenders: Sequence[Contender],
+    world: World,
+    least_share: float,
+    known: dict[Contender, float],
 ) -> list[Contender]:
     """Return contenders in order of their simulated steps. Those that could hardly be the fastest
-    even if what can overlap took no time are not simulated; they come last. `known`: steps of some,
-    to which those of others are added.
+    even if what can overlap took no time are not simulated; they come last. `least_share`: of what
+    can overlap, in their `least_step`; `known`: steps of some, to which those of others are added.
 
     A step of many small collectives is shorter than their sum, as buckets join them: EfficientNet's
     on eight H100, 14.5 ms, of which 17.2 are exposed by the sum. So what is exposed is also held
     against what is exposed of the fastest.
     """
     steps: dict[Contender, float] = {}
-    least, longest = shares(world)[-1], 0.0
+    longest = 0.0
     for done, contender in enumerate(sorted(contenders, key=lambda each: each.least_step)):
         tell("plans simulated", done, len(contenders))
-        if not steps or exposed_seconds(contender, least) <= longest:
+        if not steps or exposed_seconds(contender, least_share) <= longest:
             if contender not in known:
                 known[contender] = _step(contender.deep, world)
             steps[contender] = known[contender]
             fastest = min(steps, key=lambda each: steps[each])
-            longest = _HARDLY * max(steps[fastest], exposed_seconds(fastest, least))
+            longest = _HARDLY * max(steps[fastest], exposed_seconds(fastest, least_share))
     _confirm_first(steps, world)
     return sorted(contenders, key=lambda each: (steps.get(each, math.inf), each.least_step))
 

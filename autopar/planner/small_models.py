@@ -37,7 +37,8 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.elimination import Table, order_of, spread
 from autopar.planner.exact_search import Search
 from autopar.planner.rematerialize import RematerializationSteps, TriedRematerialization
-from autopar.planner.request import PlanRequest, with_requested_recomputation
+from autopar.planner.request import PlanRequest
+from autopar.planner.solve import with_requested_recomputation
 from autopar.planner.space import Candidate
 from autopar.world import World
 

@@ -10,9 +10,9 @@ model of many equal blocks on a shorter one: `ShortenedModel`. `solve` adds thos
 collectives that can overlap (gathers of weights, reductions of their gradients) count only a share
 of their seconds, so that more is sent but hidden, and for "auto" those of the named layouts.
 
-A model, candidates and their bounds enter, `Contender`s leave, that of the least sum first. fit.py
-asks for plans at prices of memory, why.py and world_size.py for plans on one mesh. simulate.py is
-the next stage.
+A program, a space and its bounds enter; a `Contender` for every plan that competes leaves, among
+them that of the least sum. fit.py asks for plans at prices of memory, why.py and world_size.py for
+plans on one mesh. simulate.py is the next stage.
 """
 
 from __future__ import annotations
@@ -25,35 +25,34 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from autopar.cost.activations import Price, activation_bytes
-from autopar.errors import LayoutError, PlanError
+from autopar.cost.memory import Budget
+from autopar.errors import PlanError
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.garbage import without_collection
-from autopar.ir.graph import remember
+from autopar.ir.graph import blocks, remember
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
+from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.ir.progress import tell
-from autopar.ir.sharding_rule import results_of, shape_of
 from autopar.planner.bound import (
     Bound,
     Bounded,
     Choices,
+    SpaceBounds,
     bound_candidates,
-    bounds_of,
     lower_bounds,
     near,
     need_no_bound,
     pass_messages,
-    promising,
-    with_bounds,
 )
 from autopar.planner.constraint import Constraint
-from autopar.planner.contender import Contender
 from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.objective import sum_of_blocks
-from autopar.planner.request import Layouts, PlanRequest, with_requested_recomputation
-from autopar.planner.space import Candidate, candidates, rivals
+from autopar.planner.rematerialize import RematerializationSearch
+from autopar.planner.request import Layouts, PlanRequest
+from autopar.planner.space import Candidate, Space, candidates
 from autopar.world import World
 
 _MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
@@ -287,6 +286,46 @@ def _search_among(
     return search_nearly(program, mesh, world, constraint, widest, price)
 
 
+# -- what is kept ----------------------------------------------------------------------------------
+def promising(
+    bounds: Sequence[float], candidates: Sequence[Candidate], most: int, near: float | None = None
+) -> list[Candidate]:
+    """Return at most `most` candidates of the lowest bounds, none above `near` times the least, in
+    their given order.
+    """
+    assert candidates, "nothing to choose from"
+    lowest = sorted(range(len(candidates)), key=bounds.__getitem__)[:most]
+    limit = None if near is None else near * bounds[lowest[0]]
+    return [candidates[i] for i in sorted(lowest) if limit is None or bounds[i] <= limit]
+
+
+def bounds_of(plan: Plan) -> list[float]:
+    """Return the bound in seconds of every candidate that a plan was chosen from."""
+    return [bound for _, bound in plan.meshes]
+
+
+def with_bounds(
+    candidates: Sequence[Candidate], bounds: Sequence[float]
+) -> tuple[tuple[str, float], ...]:
+    """Return (mesh, bound in seconds) of every candidate, as a plan stores them."""
+    return tuple((str(mesh), s) for (mesh, _), s in zip(candidates, bounds, strict=True))
+
+
+def with_requested_recomputation(program: Program, request: PlanRequest) -> Program:
+    """Return the program with a plan, its plan with the recomputation that the request sets: with
+    "full" every repeated block is recomputed, with "gathers" every one gathers its weights again;
+    with "selective" the cheap ops of every one run again;
+    "auto" leaves both to the memory search.
+    """
+    assert program.plan is not None
+    repeated = blocks(program.module.graph.nodes)
+    recompute = repeated if request.recompute == "full" else ()
+    regather = repeated if request.recompute == "gathers" else ()
+    rerun = repeated if request.recompute == "selective" else ()
+    plan = dataclasses.replace(program.plan, recompute=recompute, regather=regather, rerun=rerun)
+    return dataclasses.replace(program, plan=plan)
+
+
 # -- quickly: for plans that only compete with others, with no proof -------------------------------
 @without_collection()
 def quick_best(
@@ -361,18 +400,13 @@ def _searched(
 # -- on a shorter model ----------------------------------------------------------------------------
 class ShortenedModel:
     """An annotated program without a plan, and a shorter one to search for a world. What it finds
-    for a layout it finds once. `known`: the same program with other annotations or another plan.
+    for a layout it finds once.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        world: World,
-        known: DeepModel | None = None,
-    ) -> None:
+    def __init__(self, program: Program, world: World) -> None:
         self.program = dataclasses.replace(program, plan=None)
-        self.world, self._same = world, known
-        self._named: dict[str, Plan | None] = {}
+        self.world = world
+        self._named: dict[str, Plan] = {}
         self._known: dict[tuple[str, Layouts], Any] = {}
 
     @staticmethod
@@ -394,17 +428,9 @@ class ShortenedModel:
         result: T = self._known[what, layout]
         return result
 
-    def candidates(self, layout: Layouts) -> list[Candidate]:
-        """Return the meshes that a layout allows on the ranks of the world, with its rules. Raises
-        LayoutError where it has none.
-        """
-        return self.once(
-            "candidates", layout, lambda: candidates(layout, self.world.ranks, self.program)
-        )
-
     def annotated(self, program: Program) -> ShortenedModel:
         """Return the same program with other annotations."""
-        return ShortenedModel(program, self.world, self.deep)
+        return ShortenedModel(program, self.world)
 
     def bounds(self, candidates: Sequence[Candidate], price: Price | None = None) -> list[float]:
         """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
@@ -417,11 +443,7 @@ class ShortenedModel:
     @cached_property
     def deep(self) -> DeepModel:
         """The program with its runs of equal blocks."""
-        graph, bare = self.program.module.graph, dataclasses.replace(self.program, tensors={})
-        known = self._same or remember(
-            graph, "blocks", (self.program.signature,), lambda: DeepModel(bare)
-        )
-        return DeepModel(self.program, known)
+        return DeepModel.of(self.program)
 
     def plan(self, candidates: Sequence[Candidate], price: Price | None = None) -> Plan:
         """Return the plan found on these meshes. Its seconds are those of the shorter program:
@@ -458,36 +480,11 @@ class ShortenedModel:
         plan = plans[0] if len(plans) == 1 else min(plans, key=lambda p: self._paid(p, price))
         return dataclasses.replace(plan, meshes=with_bounds(candidates, bounds))
 
-    def named(self, name: str) -> Plan | None:
-        """Return `best` for a named layout, or None where it has no mesh for this number of
-        ranks.
-        """
+    def named(self, name: str, candidates: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
+        """Return `best` for a named layout, whose candidates have these bounds."""
         if name not in self._named:
-            candidates, bounds = self._named_bounds.get(name, ([], []))
-            self._named[name] = self.best(candidates, known=bounds) if candidates else None
+            self._named[name] = self.best(candidates, known=bounds)
         return self._named[name]
-
-    @cached_property
-    def _named_bounds(self) -> dict[str, tuple[list[Candidate], list[float]]]:
-        """The meshes of every named layout and their bounds. All are bounded in the same arrays: a
-        layout takes as long as one of its meshes.
-        """
-        of_name: dict[str, list[Candidate]] = {}
-        for name in rivals(self.program):
-            try:
-                of_name[name] = self.candidates(name)
-            except LayoutError:
-                continue
-        several = [n for n, candidates in of_name.items() if len(candidates) > 1 and self.deep.runs]
-        candidates = [candidate for name in several for candidate in of_name[name]]
-        bounds = iter(lower_bounds(self.program, candidates, self.world) if candidates else ())
-        return {
-            name: (
-                candidates,
-                [next(bounds) for _ in candidates] if name in several else [0.0] * len(candidates),
-            )
-            for name, candidates in of_name.items()
-        }
 
     def refined(self, plan: Plan, candidates: Sequence[Candidate], price: Price) -> Plan:
         """Return the plan found on the mesh of another plan among more options of every region."""
@@ -497,6 +494,10 @@ class ShortenedModel:
     def _quick_plan(self, candidates: Sequence[Candidate], price: Price | None) -> Plan:
         return quick_best(self.deep.longer, candidates, self.world, price)
 
+    def _seconds(self, plan: Plan) -> float:
+        """Return the summed seconds of the full program under a plan."""
+        return sum_of_blocks(self.deep.under(plan), self.world)
+
     def _paid(self, plan: Plan, price: Price | None) -> float:
         """Return the seconds of the full program under a plan, plus the price of the bytes that it
         holds.
@@ -504,12 +505,11 @@ class ShortenedModel:
         memory_seconds = (
             price.seconds_per_byte * activation_bytes(price.memory, plan) if price else 0.0
         )
-        return sum_of_blocks(self.deep.under(plan), self.world) + memory_seconds
+        return self._seconds(plan) + memory_seconds
 
     def chosen(self, plan: Plan, request: PlanRequest) -> DeepModel:
         """Return the program with this plan, the sum of its seconds, and its recomputation."""
-        seconds = sum_of_blocks(self.deep.under(plan), self.world)
-        plan = dataclasses.replace(plan, seconds=seconds, bound=0.0)
+        plan = dataclasses.replace(plan, seconds=self._seconds(plan), bound=0.0)
         program = with_requested_recomputation(
             dataclasses.replace(self.program, plan=plan), request
         )
@@ -526,34 +526,71 @@ def with_share(program: Program, share: float) -> Program:
 
 # -- what competes with the least sum --------------------------------------------------------------
 def solve(
-    model: ShortenedModel,
-    candidates: Sequence[Candidate],
-    bounds: Sequence[float],
-    request: PlanRequest,
+    program: Program, world: World, space: Space, bounds: SpaceBounds, request: PlanRequest
 ) -> Contenders:
-    """Return the plan of the least summed seconds over these candidates, and those that compete
-    with it where a step with overlap is asked for.
+    """Return the plan of the least summed seconds over the candidates of a space, and those that
+    compete with it where plans are compared by their steps.
     """
-    layout = request.layout
+    layout, model = request.layout, ShortenedModel.of(program, world)
     assert layout is not None
     plan = model.once(
-        "least sum", layout, lambda: best_within(model.program, candidates, bounds, model.world)
+        "least sum",
+        layout,
+        lambda: best_within(model.program, space.candidates, bounds.candidates, world),
     )
-    recomputes = request.recompute in ("full", "gathers", "selective")
-    alone = not request.overlap or recomputes or not plan.mesh.axes
 
     def compete() -> Contenders:
-        program = dataclasses.replace(model.program, plan=plan)
-        contenders = Contenders(with_requested_recomputation(program, request), model, request)
-        if not alone:
-            contenders.take(candidates, bounds_of(plan))
-        names = rivals(program) if layout == "auto" and not alone else ()
-        for done, name in enumerate(names):
-            tell("named layouts tried", done, len(names))
-            contenders.take_named(name)
+        least = dataclasses.replace(model.program, plan=plan)
+        contenders = Contenders(with_requested_recomputation(least, request), model, request)
+        if space.compared:
+            contenders.take(space.candidates, bounds_of(plan))
+        for done, (name, meshes) in enumerate(space.rivals.items()):
+            tell("named layouts tried", done, len(space.rivals))
+            contenders.take_named(name, meshes, bounds.rivals[name])
         return contenders
 
-    return model.once(f"contenders, {request.recompute}{alone}", layout, compete)
+    return model.once(f"contenders, {request.recompute}{space.compared}", layout, compete)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Contender:
+    """A program with a plan that competes with others.
+
+    `solve` makes it: `deep` is the program with its runs of equal blocks, `least_step` the seconds
+    of its step if all that can overlap does. fit.py finds some at a `price` of the bytes that they
+    hold, `priced_bytes`, and fills in `memory`, the `repeated` seconds of what the backward runs
+    again, and `rungs`, what else it could run again.
+    """
+
+    deep: DeepModel
+    least_step: float = math.nan
+    price: Price | None = None
+    priced_bytes: float = math.nan
+    memory: Memory | None = None
+    repeated: float = 0.0
+    rungs: RematerializationSearch | None = None
+
+    program: Program = dataclasses.field(init=False)
+    plan: Plan = dataclasses.field(init=False)
+    seconds: float = dataclasses.field(init=False)  # summed, of a step with what runs twice
+
+    def __post_init__(self) -> None:
+        plan = self.deep.program.plan
+        assert plan is not None
+        object.__setattr__(self, "program", self.deep.program)
+        object.__setattr__(self, "plan", plan)
+        object.__setattr__(self, "seconds", plan.seconds + self.repeated)
+
+    @property
+    def peak(self) -> float:
+        """The bytes at the peak, once the contender is made to fit."""
+        assert self.memory is not None
+        return self.memory.peak
+
+    def fits(self, budget: Budget) -> bool:
+        """Whether the memory is within the budget, once the contender is made to fit."""
+        assert self.memory is not None
+        return budget.fits(self.memory)
 
 
 class Contenders:
@@ -565,21 +602,19 @@ class Contenders:
     def __init__(self, least: Program, model: ShortenedModel, request: PlanRequest) -> None:
         self.world, self.request, self.model = model.world, request, model
         self.steps: dict[Contender, float] = {}
+        self.least_share = shares(self.world)[-1]
+        self.least_step = math.inf  # the fewest seconds of all if all that can overlap does
         self.all: dict[Hashable, Contender] = {}
         self.named: dict[str, dict[Hashable, Contender]] = defaultdict(dict)
         self.least_sum = self.enter(DeepModel(least, model.deep))
 
-    @property
-    def least_step(self) -> float:
-        """The fewest seconds of all plans if everything that can overlap does."""
-        return min(contender.least_step for contender in self.all.values())
-
-    def take_named(self, name: str) -> None:
+    def take_named(
+        self, name: str, candidates: Sequence[Candidate], bounds: Sequence[float]
+    ) -> None:
         """Enter a named layout's plan of the sum and its plans at the shares."""
-        plan = self.model.named(name)
-        if plan is not None:
-            self._enter_plan(plan, name)
-            self.take(self.model.candidates(name), bounds_of(plan), name)
+        plan = self.model.named(name, candidates, bounds)
+        self._enter_plan(plan, name)
+        self.take(candidates, bounds_of(plan), name)
 
     def take(
         self, candidates: Sequence[Candidate], bounds: Sequence[float], name: str = ""
@@ -614,8 +649,9 @@ class Contenders:
         assert deep.program.plan is not None
         look = _plan_look(deep.program.plan)
         if look not in self.all:
-            lightest = DeepModel(with_share(deep.program, shares(self.world)[-1]), deep)
+            lightest = DeepModel(with_share(deep.program, self.least_share), deep)
             self.all[look] = Contender(deep, sum_of_blocks(lightest, self.world))
+            self.least_step = min(self.least_step, self.all[look].least_step)
         if name:
             self.named[name][look] = self.all[look]
         return self.all[look]
@@ -640,30 +676,3 @@ def _plan_look(plan: Plan) -> Hashable:
 
 def _states(layout: Layout | None) -> Hashable:
     return None if layout is None else layout.states
-
-
-# -- the contract ----------------------------------------------------------------------------------
-def check_choices(program: Program) -> None:
-    """Check the contract: every searched node has a choice whose layouts have the shapes of its
-    tensors and lie on the plan's mesh.
-    """
-    assert program.plan is not None and program.annotations is not None
-    for name in program.annotations.searched & program.annotations.specs.keys():
-        assert name in program.plan.choices, f"choose left {name} without a layout"
-    for entry in program.signature.inputs:
-        if entry.kind == "parameter":
-            assert entry.node in program.plan.stored, (
-                f"choose left parameter {entry.target} without a stored layout"
-            )
-    for name, choice in program.plan.choices.items():
-        for layout, shape in zip(choice.results, _shapes(program, name), strict=True):
-            assert layout.shape == shape and layout.mesh == program.plan.mesh, (
-                f"{name} of shape {shape} is to lie as ({layout}) of {layout.shape} on mesh "
-                f"{layout.mesh}, the plan's is {program.plan.mesh}"
-            )
-
-
-def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:
-    """Return the shapes of a node's tensor results."""
-    node = next(n for n in program.module.graph.nodes if n.name == name)
-    return [shape_of(v) for v in results_of(node) if hasattr(v, "shape")]

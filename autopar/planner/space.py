@@ -3,16 +3,19 @@
 Example: "auto" on 8 ranks has x8, x2.y4, x4.y2 and x2.y2.z2, all without a rule; "fsdp" has data8,
 whose axis splits the batch and every parameter.
 
-A layout, a number of ranks and an annotated program enter, candidates leave: `candidates`. What a
-named layout asks is in named_layouts.py. `rivals` are the named layouts that "auto" compares itself
-with. bound.py is the next stage.
+A layout, a number of ranks and an annotated program enter, a `Space` leaves: the candidates of the
+layout and, where "auto" compares itself with named layouts, those of these `rivals`. What a named
+layout asks is in named_layouts.py. bound.py is the next stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
+from autopar.errors import LayoutError
 from autopar.ir.dim_roles import expert_atoms
+from autopar.ir.graph import remember
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.program import Program
 from autopar.planner.constraint import Constraint
@@ -23,10 +26,40 @@ Candidate = tuple[Mesh, Constraint]  # a mesh, and what a layout asks of the nod
 
 _MOST_AXES = 4
 _LETTERS = {1: "x", 2: "xy", 3: "xyz", 4: "wxyz"}
+_MOST_REMEMBERED = 64  # layouts of a graph, and worlds
+
+
+class Space(NamedTuple):
+    """What is searched for a layout: its `candidates`. Where several plans are `compared` by their
+    steps, `rivals` are the candidates of the named layouts that "auto" competes with, by name.
+    """
+
+    candidates: list[Candidate]
+    rivals: dict[str, list[Candidate]]
+    compared: bool
+
+
+def space(layout: Layouts, ranks: int, program: Program, compared: bool) -> Space:
+    """Return what is searched for a layout. Raises LayoutError where no mesh fits it."""
+    rivals = rival_candidates(ranks, program) if compared and layout == "auto" else {}
+    return Space(candidates(layout, ranks, program), rivals, compared)
 
 
 def candidates(layout: Layouts, ranks: int, program: Program) -> list[Candidate]:
-    """Return the meshes of a layout with its rules. Raises LayoutError where none fits."""
+    """Return the meshes of a layout with its rules, the same list for the same graph. Raises
+    LayoutError where none fits.
+    """
+    return remember(
+        program.module.graph,
+        "candidates",
+        (program.annotations, program.signature),
+        lambda: _candidates(layout, ranks, program),
+        (repr(layout), ranks),
+        _MOST_REMEMBERED,
+    )
+
+
+def _candidates(layout: Layouts, ranks: int, program: Program) -> list[Candidate]:
     if layout == "auto":
         return [(mesh, Constraint("auto")) for mesh in _all_meshes(ranks)]
     return list(meshes_with_rules(layout, ranks, program))
@@ -54,3 +87,14 @@ def rivals(program: Program) -> tuple[str, ...]:
     if not expert_atoms(program):
         absent.add("ep")
     return tuple(name for name in NAMES[1:] if name not in absent)
+
+
+def rival_candidates(ranks: int, program: Program) -> dict[str, list[Candidate]]:
+    """Return the candidates of every rival that has a mesh of so many ranks."""
+    of_name: dict[str, list[Candidate]] = {}
+    for name in rivals(program) if ranks > 1 else ():
+        try:
+            of_name[name] = candidates(name, ranks, program)
+        except LayoutError:
+            continue
+    return of_name

@@ -51,7 +51,6 @@ from autopar.passes.pass_manager import PassManager
 from autopar.planner.planner import analyse, fastest_plans
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
-from autopar.planner.solve import ShortenedModel
 from autopar.world import Device, Level, Measured
 from autopar.world.machines import (
     CPU_BYTES_PER_S,
@@ -261,13 +260,14 @@ def hidden() -> dict[str, dict[str, float]]:
     """The GPT's plans, the shortest simulated step first; one of them has the least sum."""
     model, inputs = small_gpt()
     program = analyse(PassManager(), trace.trace(model, inputs, {}))
-    shortened = ShortenedModel(program, world := cluster())
+    world = cluster()
+    plans = fastest_plans(program, world, PlanRequest(overlap=True))
     return {
         f"plan {number}": {
             "step, ms": 1e3 * simulate_plan(contender.program, world),
             "sum, ms": 1e3 * contender.plan.seconds,
         }
-        for number, contender in enumerate(fastest_plans(shortened, PlanRequest(overlap=True)), 1)
+        for number, contender in enumerate(plans, 1)
     }
 
 

@@ -32,11 +32,11 @@ from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends, OpShardingRule
 from autopar.ir.strategy import Strategy
-from autopar.planner.bound import bound_on, bounds_of
+from autopar.planner.bound import bound_on
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
 from autopar.planner.objective import COMPUTE, cost_terms
-from autopar.planner.solve import best
+from autopar.planner.solve import best, bounds_of
 from autopar.runtime import calibrate_on_ranks
 from autopar.world import Attention, Device, World
 from random_nets import analysed

@@ -18,7 +18,7 @@ import models
 from autopar import listing
 from autopar.ir.layout import I, Layout, P, R
 from autopar.ir.mesh import Mesh
-from autopar.ir.program import Program
+from autopar.ir.program import Program, check_choices
 from autopar.ops import collectives, sharded
 from autopar.ops.collectives import set_hierarchy
 from autopar.passes import (
@@ -45,7 +45,7 @@ CHECKS = {
     "masks": masks.check,
     "annotate": annotate.check,
     "chains": annotate.check_chains,
-    "choose": solve.check_choices,
+    "choose": check_choices,
     "rewrite": rewrite.check,
     "hierarchy": hierarchy.check,
     "summa": summa.check,

@@ -19,7 +19,6 @@ from autopar.planner.named_layouts import NAMES
 from autopar.planner.planner import fastest_plans
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
-from autopar.planner.solve import ShortenedModel
 from autopar.world import World
 from random_nets import analysed
 
@@ -65,8 +64,7 @@ def summed(program: Program, world: World, layout: str) -> float:
 
 def by_step(program: Program, world: World, layout: str) -> float:
     """With communication under computation."""
-    model = ShortenedModel(program, world)
-    first = fastest_plans(model, PlanRequest(layout, overlap=True))[0]
+    first = fastest_plans(program, world, PlanRequest(layout, overlap=True))[0]
     return simulate_plan(first.program, world)
 
 

@@ -31,7 +31,7 @@ from autopar.ir.program import Program
 from autopar.ir.reshard import reshard_steps
 from autopar.passes import annotate
 from autopar.planner import solve
-from autopar.planner.bound import bound_on, bounds_of
+from autopar.planner.bound import bound_on
 from autopar.planner.bounds.factor_graph import (
     FIRST_SLOT,
     INVARIANT,
@@ -47,7 +47,7 @@ from autopar.planner.bounds.reshard_costs import ReshardBounds
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
 from autopar.planner.request import PlanRequest
-from autopar.planner.solve import best
+from autopar.planner.solve import best, bounds_of
 from autopar.world import World
 from random_nets import analysed, random_problem
 

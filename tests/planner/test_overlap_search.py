@@ -19,18 +19,19 @@ from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import IN_FULL, Program
 from autopar.passes import annotate, trace
 from autopar.planner import simulate, solve
-from autopar.planner.contender import Contender
+from autopar.planner.bound import bound_rivals
 from autopar.planner.exact_search import search
 from autopar.planner.objective import cost_terms
 from autopar.planner.planner import fastest_plans
 from autopar.planner.request import PlanRequest
-from autopar.planner.solve import ShortenedModel, best
-from autopar.planner.space import candidates
+from autopar.planner.solve import Contender, ShortenedModel, best
+from autopar.planner.space import Candidate, candidates
 from autopar.world import World
 from benchmarks.planning.quality import cluster, small_gpt
 from random_nets import analysed
 
 WORLD = cluster()
+LEAST_SHARE = solve.shares(WORLD)[-1]
 
 
 @lru_cache
@@ -41,7 +42,7 @@ def program() -> Program:
 
 @lru_cache
 def several() -> list[Contender]:
-    return fastest_plans(ShortenedModel(program(), WORLD), PlanRequest(overlap=True))
+    return fastest_plans(program(), WORLD, PlanRequest(overlap=True))
 
 
 def contenders(least: Contender, request: PlanRequest, name: str = "") -> solve.Contenders:
@@ -50,6 +51,12 @@ def contenders(least: Contender, request: PlanRequest, name: str = "") -> solve.
     for rival in several():
         entered.enter(DeepModel(rival.program), name)
     return entered
+
+
+def bounded(name: str, model: Program, world: World) -> tuple[list[Candidate], list[float]]:
+    """The candidates of a named layout, with their bounds."""
+    meshes = candidates(name, world.ranks, model)
+    return meshes, bound_rivals(model, {name: meshes}, world)[name]
 
 
 @pytest.mark.slow
@@ -103,7 +110,7 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (simulate, solve):
         monkeypatch.setattr(module, "NEAR", 10.0)
     others = contenders(several()[0], PlanRequest(), "these")
-    others.take_named("megatron")
+    others.take_named("megatron", *bounded("megatron", program(), WORLD))
     these, megatron = (
         min(others.named[name].values(), key=simulate.half_hidden) for name in ("these", "megatron")
     )
@@ -121,11 +128,11 @@ def test_of_every_name_a_plan_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def contender(least_step: float, exposed: float, name: str) -> Contender:
     """A plan that takes `exposed_seconds` seconds where what can overlap takes no time."""
-    full = exposed + (least_step - exposed) / solve.shares(WORLD)[-1]
+    full = exposed + (least_step - exposed) / LEAST_SHARE
     program = SimpleNamespace(name=name, plan=SimpleNamespace(seconds=full))
     deep: Any = SimpleNamespace(program=program, runs=())
     result = Contender(deep, least_step)
-    assert simulate.exposed_seconds(result, solve.shares(WORLD)[-1]) == pytest.approx(exposed)
+    assert simulate.exposed_seconds(result, LEAST_SHARE) == pytest.approx(exposed)
     return result
 
 
@@ -146,7 +153,7 @@ def test_plans_that_could_hardly_be_the_fastest_are_not_simulated(
         contender(2.0, 1.9, "slow"), contender(1.0, 0.9, "first"), contender(1.3, 0.95, "leans"),
         contender(1.05, 1.04, "near"), contender(1.4, 1.3, "slower"),
     ]  # fmt: skip
-    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, {})]
+    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, LEAST_SHARE, {})]
     assert names == ["leans", "first", "near", "slower", "slow"]
     assert simulated == ["first", "near", "leans"]
 
@@ -163,7 +170,9 @@ def test_what_is_exposed_by_the_sum_may_be_less_in_steps_of_many_small_collectiv
     known: dict[Contender, float] = {}
     rivals = [contender(1.0, 0.97, "first"), contender(1.05, 1.02, "next"),
              contender(1.3, 1.25, "far")]  # fmt: skip
-    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, known)]
+    names = [
+        rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, LEAST_SHARE, known)
+    ]
     assert names == ["next", "first", "far"]
     assert [rival.deep.program.name for rival in known] == ["first", "next"]
 
@@ -186,7 +195,7 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
     monkeypatch.setattr(simulate, "emit_program", lambda program, _: program)
     monkeypatch.setattr(simulate, "bucket_seconds", bucket_seconds)
     rivals = [contender(1.0, 0.9, name) for name in estimates]
-    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, {})]
+    names = [rival.deep.program.name for rival in simulate._by_step(rivals, WORLD, LEAST_SHARE, {})]
     assert names == ["b", "c", "a"] and looked == ["a", "b"]
 
 
@@ -200,7 +209,7 @@ def test_what_leans_on_overlap_is_tried_under_every_named_layout() -> None:
         ShortenedModel(traced_gpt, world),
         PlanRequest(),
     )
-    others.take_named("3d")
+    others.take_named("3d", *bounded("3d", traced_gpt, world))
     seconds = [rival.least_step for rival in others.all.values() if rival.plan.layout == "3d"]
     assert min(seconds) < solve.NEAR * others.least_step < max(seconds)
 

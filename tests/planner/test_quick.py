@@ -9,11 +9,11 @@ import pytest
 import models
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.planner.bound import bounds_of, near, pass_messages
+from autopar.planner.bound import near, pass_messages
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import Search, search_nearly
 from autopar.planner.request import Layouts
-from autopar.planner.solve import best_at_shares, by_promise, quick_best, with_share
+from autopar.planner.solve import best_at_shares, bounds_of, by_promise, quick_best, with_share
 from autopar.planner.space import candidates
 from autopar.world import World
 from random_nets import analysed

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from autopar.ir.deep_models import DeepModel
-from autopar.ir.program import Program
+from autopar.ir.program import Program, check_choices
 from autopar.passes import emit_program
 from autopar.planner import solve
-from autopar.planner.bound import promising
 from autopar.planner.objective import cost_terms, sum_of_blocks
 from autopar.planner.plan_notes import replicated_matmuls
 from autopar.planner.request import PlanRequest
-from autopar.planner.solve import ShortenedModel
+from autopar.planner.solve import ShortenedModel, promising
 from autopar.planner.space import candidates
 from autopar.world import World
 from models import Gpt
@@ -40,7 +39,7 @@ def test_as_good_as_searched_on_the_full_model(layout: str) -> None:
         list(program().module.graph.nodes)
     )
     deep = shortened.chosen(shortened.best(pairs), PlanRequest())
-    solve.check_choices(deep.program)
+    check_choices(deep.program)
     emit_program(deep.program, WORLD)
     plan, whole = (
         deep.program.plan,

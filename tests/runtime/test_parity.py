@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.passes import trace
-from autopar.planner import exact_search, solve
+from autopar.planner import exact_search, solve, space
 from autopar.planner.named_layouts import Constraint
 
 LIMIT = 1e-9
@@ -255,7 +255,8 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         monkeypatch.setattr(exact_search, "node_costs", lambda *_: (rng.random(), []))
         monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
         monkeypatch.setattr(exact_search, "path_terms", convert)
-        monkeypatch.setattr(solve, "candidates", candidates)
+        for module in (space, solve):
+            monkeypatch.setattr(module, "candidates", candidates)
 
     return from_seed
 

@@ -18,6 +18,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -207,7 +208,8 @@ class _Builder:
         key = (node_look(self.notes, node), gradient)
         if key not in self.known:
             choices = free_choices(rule, factors, gradient)
-            self.known[key] = Options.of(self._option(rule, factors, c) for c in choices)
+            items = tuple(self._option(rule, factors, choice) for choice in choices)
+            self.known[key] = Options(items, np.zeros(len(items)))
         return self.known[key]
 
     def _option(

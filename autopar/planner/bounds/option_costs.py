@@ -39,7 +39,9 @@ from autopar.ir.sharding_rule import (
 from autopar.ir.strategy import AxisChoice, Slot
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES, inner_collectives
 from autopar.planner.bounds.factor_graph import FIRST_SLOT, AxisOption, Frame, Kind, Variable
-from autopar.planner.constraint import Constraint
+from autopar.planner.constraint import Constraint, Role
+
+Roles = tuple[Role, ...] | None  # of a mesh's axes; None: anything goes
 
 
 class Rated(NamedTuple):
@@ -105,7 +107,8 @@ class OptionCosts:
         self.price = price
         self.nodes = NodeCosts(frame, meshes, price)
         self._known: dict[Hashable, Rated] = {}
-        self._roles_of_path: dict[str, int] = {}  # by module path; equal numbers: equal roles
+        self._roles_of_path: dict[str, tuple[Roles, ...]] = {}
+        self._number_of_path: dict[str, int] = {}  # equal numbers: equal roles
         self._numbers: dict[Hashable, int] = {}
         self._axis_known: dict[Hashable, Bools] = {}
 
@@ -141,9 +144,15 @@ class OptionCosts:
         """Return a number for the roles that the constraints give to a path, as roles are slow to
         compare.
         """
+        if path not in self._number_of_path:
+            number = self._numbers.setdefault(self._roles(path), len(self._numbers))
+            self._number_of_path[path] = number
+        return self._number_of_path[path]
+
+    def _roles(self, path: str) -> tuple[Roles, ...]:
+        """Return for each mesh the roles of its axes in the module at this path."""
         if path not in self._roles_of_path:
-            roles = tuple(c.roles(path) for c in self.constraints)
-            self._roles_of_path[path] = self._numbers.setdefault(roles, len(self._numbers))
+            self._roles_of_path[path] = tuple(c.roles(path) for c in self.constraints)
         return self._roles_of_path[path]
 
     def _of_weight(self, name: str) -> bool:
@@ -232,13 +241,15 @@ class OptionCosts:
         assert variable.region is not None
         shape = (self.meshes.mesh_count, self.meshes.axis_count, len(variable.options))
         allowed = np.ones(shape, dtype=bool)
-        for m, (mesh, constraint) in enumerate(
-            zip(self.meshes.meshes, self.constraints, strict=True)
-        ):
-            for a, axis in enumerate(mesh.axes):
-                for position, name in enumerate(variable.region.nodes):
+        for position, name in enumerate(variable.region.nodes):
+            free = (None,) * self.meshes.mesh_count
+            roles = free if self._of_weight(name) else self._roles(self.path(name))
+            for m, mesh in enumerate(self.meshes.meshes):
+                of_mesh = roles[m]
+                for a, axis in enumerate(mesh.axes):
+                    role = None if of_mesh is None else of_mesh[a]
                     allowed[m, a] &= self._on_axis(
-                        variable, position, name, axis.size, a, constraint, eased
+                        variable, position, name, axis.size, role, self.constraints[m], eased
                     )
         return allowed
 
@@ -248,13 +259,11 @@ class OptionCosts:
         position: int,
         name: str,
         size: int,
-        axis: int,
+        role: Role | None,
         constraint: Constraint,
         eased: bool,
     ) -> Bools:
-        """Return which options an axis of this size may take at one node of a region."""
-        roles = None if self._of_weight(name) else constraint.roles(self.path(name))
-        role = None if roles is None else roles[axis]
+        """Return which options an axis of this size and role may take at one node of a region."""
         marks = None if role is None else self._marks(name)
         key = (variable.look, position, size, role, marks, eased)
         if key not in self._axis_known:
@@ -303,7 +312,7 @@ class OptionCosts:
         return legal
 
     def _free(self, node: fx.Node) -> Bools:
-        free = np.array([c.roles(self.path(node.name)) is None for c in self.constraints])
+        free = np.array([roles is None for roles in self._roles(self.path(node.name))])
         return free.reshape((-1,) + (1,) * self.meshes.axis_count)
 
     def _wasteful(self, rule: OpShardingRule, factors: Any, unique: list[Slot | None]) -> Any:
@@ -327,11 +336,10 @@ class OptionCosts:
         """Return the joint options without those in which an axis that must stay apart shares its
         loop dim; on meshes that this would leave without any, all of them.
         """
-        path = self.path(node.name)
         apart = np.array(
             [
                 [bool(roles and roles[a].apart) for a in range(self.meshes.axis_count)]
-                for roles in (c.roles(path) for c in self.constraints)
+                for roles in self._roles(self.path(node.name))
             ]
         ).reshape(self.meshes.mesh_count, self.meshes.axis_count)
         if not apart.any():
@@ -419,7 +427,7 @@ class OptionCosts:
         path, kind = self.path(variable.name), variable.kind
         dims = [None if s < FIRST_SLOT else kind.slots[s - FIRST_SLOT][0] for s in variable.options]
         for m, constraint in enumerate(self.constraints):
-            for a, role in enumerate(constraint.roles(path) or ()):
+            for a, role in enumerate(self._roles(path)[m] or ()):
                 letters = constraint.letters.get(variable.name, ("",) * len(kind.shape))
                 fits = role.stores(
                     len(kind.shape), [None if d is None else letters[d] for d in dims]
