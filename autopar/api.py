@@ -24,11 +24,10 @@ from autopar.passes.pass_manager import PassManager, Progress
 from autopar.passes.trace.original import compare_original
 from autopar.planner import edit
 from autopar.planner.confirm import rewrite_for_ranks
-from autopar.planner.division import plan_division
 from autopar.planner.division_search import in_fastest_division, is_open
 from autopar.planner.padding import with_padding_of
 from autopar.planner.pipelines import of_one_stage
-from autopar.planner.planner import analyse, choose_plan
+from autopar.planner.planner import analyse, choose_plan, plan_division
 from autopar.planner.request import (
     Layouts,
     MicrobatchCount,

@@ -231,6 +231,19 @@ def inline(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
+def weights_of(program: Program) -> set[Value]:
+    """Return the values that depend on parameters and nothing else, trained or not."""
+    stored = {e.node for e in program.signature.inputs if e.kind == "parameter"}
+    weights: set[Value] = set()
+    for node in program.module.graph.nodes:
+        sources = node.all_input_nodes
+        if node.op == "output" or node.target is operator.getitem:
+            continue
+        if node.name in stored or (sources and all(producer(n) in weights for n in sources)):
+            weights.update((node.name, index) for index in range(len(results_of(node))))
+    return weights
+
+
 def stored_nodes(program: Program) -> set[fx.Node]:
     """Return the stored inputs, and the calls that depend on these alone or on nothing, as the
     arange of positions does.

@@ -200,3 +200,19 @@ def _parse_group_name(name: str) -> tuple[str, str, str | None, str | None]:
     assert match is not None, f"{name} is no name that group_name gives"
     mesh, axes, size, stride = match.groups()
     return mesh, axes, size, stride
+
+
+def factorings(ranks: int, count: int) -> list[tuple[int, ...]]:
+    """Return every way to write a number of ranks as a product of so many sizes, in all orders.
+
+    >>> factorings(4, 2)
+    [(1, 4), (2, 2), (4, 1)]
+    """
+    if count == 1:
+        return [(ranks,)]
+    return [
+        (d, *tail)
+        for d in range(1, ranks + 1)
+        if ranks % d == 0
+        for tail in factorings(ranks // d, count - 1)
+    ]

@@ -157,19 +157,6 @@ def check(program: Program) -> None:
         assert (name, 0) not in program.padding, f"output {name} is padded"
 
 
-def weights_of(program: Program) -> set[Value]:
-    """Return the values that depend on parameters and nothing else, trained or not."""
-    stored = {e.node for e in program.signature.inputs if e.kind == "parameter"}
-    weights: set[Value] = set()
-    for node in program.module.graph.nodes:
-        sources = node.all_input_nodes
-        if node.op == "output" or node.target is operator.getitem:
-            continue
-        if node.name in stored or (sources and all(producer(n) in weights for n in sources)):
-            weights.update((node.name, index) for index in range(len(results_of(node))))
-    return weights
-
-
 class _Spread:
     """How far padding spreads from the weights. `padded`: the values that have it; `zeros`: those
     whose padding is zero, not only finite.

@@ -112,12 +112,12 @@ def bound_rivals(
     deep = any(len(each) > 1 for each in rivals.values()) and DeepModel.of(program).runs
     several = [name for name, each in rivals.items() if len(each) > 1 and deep]
     candidates = [candidate for name in several for candidate in rivals[name]]
-    found: list[float] = []
+    seconds: list[float] = []
     if candidates:
         reads = program.annotations, program.signature, world, *rivals.values()
         find = partial(lower_bounds, program, candidates, world)
-        found = remember(program.module.graph, "bounds of rivals", reads, find, program.counting)
-    bounds = iter(found)
+        seconds = remember(program.module.graph, "bounds of rivals", reads, find, program.counting)
+    bounds = iter(seconds)
     return {
         name: [next(bounds) for _ in each] if name in several else [0.0] * len(each)
         for name, each in rivals.items()

@@ -34,7 +34,6 @@ from autopar.passes.pass_manager import PassManager
 from autopar.planner.microbatch_plans import (
     gathers_once,
     interleave_microbatches,
-    sum_each_microbatch,
     sums_once,
 )
 from autopar.planner.plan_context import PlanContext, fingerprint
@@ -63,7 +62,6 @@ def fit_to_memory(
     """Return the rank-local program, with just enough blocks recomputed to fit the budget. Raises
     PlanError, naming the smallest world that would do, where no amount is enough.
     """
-    chosen = sum_each_microbatch(chosen, request)
     assert chosen.plan is not None
     program = manager.run_all(PIPELINE, chosen, world)
     if request.stages is None:  # whose graph is cut by what the rewrite notes at its nodes

@@ -30,27 +30,21 @@ _WORTHWHILE = 0.95  # of a step whose micro-batches run one after the other
 
 def plan_of_microbatch(chosen: Program, world: World, request: PlanRequest) -> Program:
     """Return the program with its plan's seconds those of one micro-batch of a step, sums and
-    optimizer included; its gap stays.
+    optimizer included; its gap stays. Where it is to fit a budget, the plan holds the least between
+    micro-batches: `sums_once` and `gathers_once` say whether there is room for more.
     """
     assert chosen.plan is not None
     seconds = sum(cost_terms(chosen, chosen.plan, world).values())
     bound = chosen.plan.bound * seconds / chosen.plan.seconds if chosen.plan.seconds else 0.0
     plan = dataclasses.replace(
-        chosen.plan, seconds=seconds, bound=bound, microbatches=request.microbatches
+        chosen.plan,
+        seconds=seconds,
+        bound=bound,
+        microbatches=request.microbatches,
+        sums_once=chosen.plan.sums_once and request.budget is None,
+        gathers_once=chosen.plan.gathers_once and request.budget is None,
     )
     return dataclasses.replace(chosen, plan=plan)
-
-
-def sum_each_microbatch(chosen: Program, request: PlanRequest) -> Program:
-    """Return the program with a plan that holds the least between micro-batches, before it is made
-    to fit the request's budget.
-    """
-    plan = chosen.plan
-    assert plan is not None
-    if not _is_open(plan, request):
-        return chosen
-    least = dataclasses.replace(plan, sums_once=False, gathers_once=False)
-    return dataclasses.replace(chosen, plan=least)
 
 
 def sums_once(program: Program, request: PlanRequest) -> Program:

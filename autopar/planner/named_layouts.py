@@ -26,7 +26,7 @@ from autopar.ir.dim_roles import (
     weight_matmuls,
 )
 from autopar.ir.graph import module_path, remember
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Axis, Mesh, factorings
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import HEADS_OF_A_KEY, KEY_HEADS
 from autopar.planner.constraint import Constraint, Role, fits
@@ -155,22 +155,6 @@ def _tesseracts(ranks: int) -> list[Grid25D]:
         Grid25D(q, ranks // q**2)
         for q in range(1, ranks + 1)
         if ranks % q**2 == 0 and q >= ranks // q**2
-    ]
-
-
-def factorings(ranks: int, count: int) -> list[tuple[int, ...]]:
-    """Return every way to write a number of ranks as a product of so many sizes, in all orders.
-
-    >>> factorings(4, 2)
-    [(1, 4), (2, 2), (4, 1)]
-    """
-    if count == 1:
-        return [(ranks,)]
-    return [
-        (d, *tail)
-        for d in range(1, ranks + 1)
-        if ranks % d == 0
-        for tail in factorings(ranks // d, count - 1)
     ]
 
 

@@ -30,14 +30,14 @@ from torch import fx
 from autopar.cost.simulator import bucket_seconds
 from autopar.errors import LayoutError, PlanError
 from autopar.ir.dim_roles import dim_kinds
-from autopar.ir.graph import producer, remember
+from autopar.ir.graph import producer, remember, weights_of
 from autopar.ir.layout import I, Layout, S
 from autopar.ir.padding import Pad, Pads, plain_shards, resize
 from autopar.ir.plan import Choice, Padding, Plan
 from autopar.ir.program import Atom, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of, shape_of
 from autopar.passes import annotate, emit_program
-from autopar.passes.pad import check, pad, paddable, weights_of
+from autopar.passes.pad import check, pad, paddable
 from autopar.planner.bound import lower_bounds
 from autopar.planner.named_layouts import roles_of
 from autopar.planner.objective import cost_terms

@@ -1,12 +1,17 @@
-"""From a traced model and a request to a plan, in reading order.
+"""From a model and a request to a plan, in reading order.
 
-`analyse` says what may be split how. `search_plan` is the funnel: each stage takes what the one
-before leaves, in a file of its name.
+Example: a request for Stages(4, "fsdp") and 16 micro-batches has the model traced on the rows of
+one micro-batch, and planned for the ranks of one stage. division_search.py finds these numbers
+where they are left open.
+
+A model, its inputs, a world and a `PlanRequest` enter `plan_division`, a `Plan` leaves: traced,
+analysed, searched, confirmed. `analyse` says what may be split how, `choose_plan` pads dims and
+searches. `search_plan` is the funnel: each stage takes what the one before leaves, in a file of its
+name.
 
     space → bound → solve → simulate → fit → confirm
 
-The program of a model, a `PlanRequest` and a world enter `choose_plan`, the program with its plan
-leaves; confirm.py makes a `Plan` of it, with its figures. Called by api.py and the runtime.
+Called by api.py, tools/ and, part by part, the runtime.
 """
 
 from __future__ import annotations
@@ -14,21 +19,61 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
+from torch import nn
+
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, check_choices
 from autopar.passes import annotate, draws, masks
-from autopar.passes.pass_manager import PassManager
+from autopar.passes.pass_manager import PassManager, Progress
+from autopar.planner import world_size
 from autopar.planner.bound import bound
+from autopar.planner.confirm import finish_plan
 from autopar.planner.constraint import Constraint
 from autopar.planner.fit import fit
 from autopar.planner.microbatch_plans import may_gather_once, plan_of_microbatch
 from autopar.planner.padding import search_with_padding, search_with_rows_padded
+from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_microbatches
 from autopar.planner.plan_cache import chosen_before
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate
 from autopar.planner.solve import Contender, exact, solve
 from autopar.planner.space import space
+from autopar.planner.tracing import Inputs, KnownTraces, trace_step
 from autopar.world import World
+
+
+def plan_division(
+    model: nn.Module,
+    inputs: Inputs,
+    machines: World,
+    request: PlanRequest,
+    progress: Progress | None = None,
+    smaller: bool = False,
+    known: KnownTraces | None = None,
+) -> Plan:
+    """Return the plan of a step that is divided as `request` says: into micro-batches, and into
+    stages if these are its layout. `smaller`: the plan says whether fewer ranks would be as fast.
+    `known`: traces of the model on these inputs, which divisions share.
+    """
+    machines, request = of_one_stage(machines, request)
+    require_microbatches(request)
+    pipeline = PassManager(progress)
+    source, microbatches = trace_step(model, inputs, request.microbatches, pipeline, known)
+    analysed = analyse(pipeline, source, request)
+    search = partial(choose_plan, pipeline, analysed, machines)
+
+    def finish(chosen: Program, inner: PlanRequest) -> Plan:
+        return finish_plan(pipeline, source, chosen, machines, inner, microbatches)
+
+    if request.stages is not None:
+        return fit_in_stages(search, finish, request)[1]
+    program = search(request)
+    best = finish(program, request)
+    if not smaller or request.microbatches > 1:
+        return best
+    pipeline.progress("smaller worlds")
+    fewer = world_size.smaller_world(program, best, request)
+    return dataclasses.replace(best, smaller=fewer)
 
 
 def analyse(manager: PassManager, program: Program, request: PlanRequest | None = None) -> Program:
@@ -114,5 +159,4 @@ def _are_compared(world: World, request: PlanRequest) -> bool:
     """Whether several plans are compared by their steps with overlap: not where the request says
     what is recomputed, nor on one rank.
     """
-    recompute = "auto" if request.budget is None else request.budget.recompute
-    return request.overlap and world.ranks > 1 and recompute in ("auto", "none")
+    return request.overlap and world.ranks > 1 and request.recompute in ("auto", "none")

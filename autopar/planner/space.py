@@ -16,10 +16,10 @@ from typing import NamedTuple
 from autopar.errors import LayoutError
 from autopar.ir.dim_roles import expert_atoms
 from autopar.ir.graph import remember
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Axis, Mesh, factorings
 from autopar.ir.program import Program
 from autopar.planner.constraint import Constraint
-from autopar.planner.named_layouts import NAMES, factorings, meshes_with_rules
+from autopar.planner.named_layouts import NAMES, meshes_with_rules
 from autopar.planner.request import Layouts
 
 Candidate = tuple[Mesh, Constraint]  # a mesh, and what a layout asks of the nodes on it

@@ -26,7 +26,7 @@ from unittest.mock import patch
 import torch
 
 import autopar
-from autopar.planner import division
+from autopar.planner import planner
 from autopar.tools.targets import Batch, resolve
 
 AUTOPAR = Path(autopar.__file__).parent
@@ -89,17 +89,17 @@ def stops(pairs: dict[tuple[Function, Function], None]) -> list[Stop]:
     >>> [stop.module for stop in stops(pairs)]
     ['planner/a', 'cost/b', 'planner/a']
     """
-    way: list[Stop] = []
+    listed: list[Stop] = []
     for calling, called in pairs:
         module = called.module
         is_leaf = module.startswith(("ir/", "cost/"))
-        if way and way[-1].module == module:
-            way[-1].pairs.append((calling, called))
+        if listed and listed[-1].module == module:
+            listed[-1].pairs.append((calling, called))
         elif module.startswith(("planner/", "passes/")) or (
-            is_leaf and all(stop.module != module for stop in way)
+            is_leaf and all(stop.module != module for stop in listed)
         ):
-            way.append(Stop(module, [(calling, called)]))
-    return way
+            listed.append(Stop(module, [(calling, called)]))
+    return listed
 
 
 @cache
@@ -113,7 +113,7 @@ def _module(path: str) -> str:
 @contextmanager
 def noted_after_tracing(calls: Calls) -> Iterator[None]:
     """Note calls from the moment at which the model is traced: tracing is torch's own work."""
-    trace_step = division.trace_step
+    trace_step = planner.trace_step
 
     def trace(*args: Any) -> Any:
         traced = trace_step(*args)
@@ -121,7 +121,7 @@ def noted_after_tracing(calls: Calls) -> Iterator[None]:
         return traced
 
     try:
-        with patch.object(division, "trace_step", trace):
+        with patch.object(planner, "trace_step", trace):
             yield
     finally:
         sys.settrace(None)
@@ -141,13 +141,13 @@ def main() -> None:
     if options.all:
         for calling, called in calls.pairs:
             print(f"{calling} -> {called}")
-    way = stops(calls.pairs)
-    assert way, "no call was noted: the model is traced elsewhere"
+    listed = stops(calls.pairs)
+    assert listed, "no call was noted: the model is traced elsewhere"
     seen: set[str] = set()
-    for stop in way:
+    for stop in listed:
         print("<-" if stop.module in seen else "  ", stop)
         seen.add(stop.module)
-    print(f"{len(way)} stops, {len(way) - len(seen)} returns")
+    print(f"{len(listed)} stops, {len(listed) - len(seen)} returns")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ FACE = [
 def test_an_argument_of_the_wrong_kind_is_named(
     calls: str, name: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autopar.planner.division.trace_step", None)  # nothing is begun
+    monkeypatch.setattr("autopar.planner.planner.trace_step", None)  # nothing is begun
     for call in calls.split():
         text = said(lambda call=call: PLAIN[call](Net(), 1, (rows(),), **{name: value}))
         assert says in text and (text.startswith(f"{call}: ") or name == "backend"), text
@@ -137,7 +137,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest() -> None:
 def test_a_limit_below_what_is_stored_is_refused_before_any_search(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("autopar.planner.division.trace_step", None)
+    monkeypatch.setattr("autopar.planner.planner.trace_step", None)
     numbers = 2 * 16 * 32 + 48
     start = time.perf_counter()
     text = said(lambda: autopar.plan(Net(), 2, (rows(),), memory=0.001), PlanError)

@@ -25,9 +25,8 @@ from autopar.ir.plan_table import format_bytes
 from autopar.ir.program import Program
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.confirm import finish_plan
-from autopar.planner.division import plan_division
 from autopar.planner.division_search import computed_seconds
-from autopar.planner.planner import analyse, choose_plan
+from autopar.planner.planner import analyse, choose_plan, plan_division
 from autopar.planner.request import Layouts, PlanRequest, Stages
 from autopar.planner.tracing import Inputs, trace_model
 from autopar.tools.advise.degrees import (
