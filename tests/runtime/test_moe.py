@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from test_training import LIMIT, right
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
+from autopar._compat import pytree
 from autopar.ops.experts import experts_op
 from autopar.planner.request import GridEP
 from launch import launched
@@ -47,6 +48,14 @@ def test_memory_of_checkpointed_blocks_is_filled_too() -> None:
 def test_a_mixture_of_experts_is_right_on_eight_ranks(name: str, grid: Any) -> None:
     model, args, inputs = MOE[name]()
     assert autopar.verify(model, 8, inputs or args, layout=grid).grad_error < 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", ["ep", "auto", GridEP(4, 2, 2), GridEP(2, 4, 2)], ids=str)
+@pytest.mark.parametrize("name", MOE)
+def test_a_mixture_of_experts_is_right_on_sixteen_ranks(name: str, grid: Any) -> None:
+    model, args, inputs = pytree.tree_map_only(Tensor, lambda x: torch.cat((x, x)), MOE[name]())
+    assert autopar.verify(model, 16, inputs or args, layout=grid).grad_error < 1e-9
 
 
 # -- experts as one op -----------------------------------------------------------------------------
@@ -104,6 +113,8 @@ def test_an_expert_axis_larger_than_the_experts_is_refused() -> None:
         "use expert=4 and more data",
     )
     refused(autopar.LayoutError, *words, layout=GridEP(expert=8))
+    words = ("of 2 ranks on the factor batch", "a batch of 8: use a batch that 16 divides")
+    refused(autopar.LayoutError, *words, ranks=16, layout="ep")
     words = ("axis expert of 3 ranks", "hold 1.33: use another layout, or layout 'auto'")
     refused(autopar.LayoutError, *words, ranks=3, layout="ep")
 

@@ -93,16 +93,18 @@ class GShard(nn.Module):
     expert, in the place that it has there, and those beyond the capacity to none.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, hidden: int = HIDDEN, inner: int = 2 * HIDDEN, experts: int = EXPERTS
+    ) -> None:
         super().__init__()
-        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * HIDDEN) / 8)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN) / 8)
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, hidden, inner) / 8)
+        self.down = nn.Parameter(torch.randn(experts, inner, hidden) / 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def layer(self, x: Tensor) -> Tensor:
         """x: (groups, tokens, width)."""
         gates = self.router(x).softmax(-1)
-        chosen = F.one_hot(gates.argmax(-1), EXPERTS)
+        chosen = F.one_hot(gates.argmax(-1), gates.shape[-1])
         place = chosen.cumsum(1) * chosen - 1
         dispatch = F.one_hot(place.clamp(0, CAPACITY - 1), CAPACITY)
         dispatch = dispatch * ((place >= 0) & (place < CAPACITY)).unsqueeze(-1)
@@ -110,7 +112,10 @@ class GShard(nn.Module):
         sent = torch.einsum("gtec,gtd->egcd", dispatch.to(x.dtype), x)
         hidden = torch.einsum("egcd,edf->egcf", sent, self.up).relu()
         back = torch.einsum("egcf,efd->egcd", hidden, self.down)
-        return (x + torch.einsum("gtec,egcd->gtd", combine, back)).square().mean()
+        return x + torch.einsum("gtec,egcd->gtd", combine, back)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
 
 
 def gshard() -> Example:
