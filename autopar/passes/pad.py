@@ -38,7 +38,7 @@ from torch import fx
 
 from autopar._compat import OpOverload
 from autopar.ir.dim_roles import dim_kinds
-from autopar.ir.graph import add_call, add_node, copy_graph, producer
+from autopar.ir.graph import add_call, add_node, copy_graph, producer, weights_of
 from autopar.ir.padding import Pad, padded_shape, unpadded_shape
 from autopar.ir.program import Atom, Program, Value, returned_names, same_inputs
 from autopar.ir.sharding_rule import (
