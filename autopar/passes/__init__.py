@@ -70,7 +70,7 @@ FREEDOMS = (
 def emit_program(program: Program, world: World) -> Program:
     """Return the graph that one rank runs by the program's plan, without recomputation.
 
-    The planner's searches call this to compare plans; planner/planner.py runs the same passes with
+    The planner's searches call this to compare plans; planner/confirm.py runs the same passes with
     their contracts and adds `recompute`.
     """
     for step in PIPELINE:

@@ -1,6 +1,7 @@
-"""The planner: a `PlanRequest` and a traced program enter, a `Plan` leaves. Begin with planner.py.
+"""The planner: a model and a `PlanRequest` enter, a `Plan` leaves. Begin with planner.py, which
+traces the model and says what may be split how.
 
-It is a funnel; each stage takes what the one before leaves, in a file of its name:
+The rest is a funnel; each stage takes what the one before leaves, in a file of its name:
 
     space.py     the meshes that a layout allows, with its rules (named_layouts.py, constraint.py)
     bound.py     seconds that no plan on a mesh is below (bounds/)

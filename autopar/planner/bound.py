@@ -63,6 +63,7 @@ _ROUNDS = 1  # on the shorter frame: a second round changes bounds by 1e-5 and c
 _FEW = 16  # up to this many meshes under a layout's rules are all searched exactly
 _ALIKE = 1e-3  # of the bound: the most that all replaced messages together may take from it
 _REMEMBERED = 40  # messages of a kind with which a new one is compared
+_MOST_KNOWN = 64  # layouts of a graph whose bounds are kept
 
 Bounds = NDArray[np.float64]  # seconds, of every mesh
 Joint = frozenset[tuple[int, ...]]  # joint options of a variable
@@ -98,7 +99,8 @@ def bound(program: Program, space: Space, world: World) -> SpaceBounds:
     if len(space.candidates) > 1 and not need_no_bound(space.candidates):
         reads = program.annotations, program.signature, world, space.candidates
         find = partial(lower_bounds, program, space.candidates, world)
-        own = remember(program.module.graph, "bounds", reads, find, program.counting)
+        graph, counting = program.module.graph, program.counting
+        own = remember(graph, "bounds", reads, find, counting, _MOST_KNOWN)
     return SpaceBounds(own, bound_rivals(program, space.rivals, world))
 
 

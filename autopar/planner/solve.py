@@ -83,6 +83,20 @@ def search_meshes(program: Program, world: World, request: PlanRequest) -> Progr
     return with_requested_recomputation(dataclasses.replace(program, plan=plan), request)
 
 
+def with_requested_recomputation(program: Program, request: PlanRequest) -> Program:
+    """Return the program with a plan, its plan with the recomputation that the request sets: with
+    "full" every repeated block is recomputed, with "gathers" every one gathers its weights again,
+    with "selective" the cheap ops of every one run again; "auto" leaves them to the memory search.
+    """
+    assert program.plan is not None
+    repeated = blocks(program.module.graph.nodes)
+    recompute = repeated if request.recompute == "full" else ()
+    regather = repeated if request.recompute == "gathers" else ()
+    rerun = repeated if request.recompute == "selective" else ()
+    plan = dataclasses.replace(program.plan, recompute=recompute, regather=regather, rerun=rerun)
+    return dataclasses.replace(program, plan=plan)
+
+
 def best(
     program: Program, candidates: Sequence[Candidate], world: World, price: Price | None = None
 ) -> Plan:
@@ -286,7 +300,7 @@ def _search_among(
     return search_nearly(program, mesh, world, constraint, widest, price)
 
 
-# -- what is kept ----------------------------------------------------------------------------------
+# -- which candidates are searched, and what a plan says of the others -----------------------------
 def promising(
     bounds: Sequence[float], candidates: Sequence[Candidate], most: int, near: float | None = None
 ) -> list[Candidate]:
@@ -309,21 +323,6 @@ def with_bounds(
 ) -> tuple[tuple[str, float], ...]:
     """Return (mesh, bound in seconds) of every candidate, as a plan stores them."""
     return tuple((str(mesh), s) for (mesh, _), s in zip(candidates, bounds, strict=True))
-
-
-def with_requested_recomputation(program: Program, request: PlanRequest) -> Program:
-    """Return the program with a plan, its plan with the recomputation that the request sets: with
-    "full" every repeated block is recomputed, with "gathers" every one gathers its weights again;
-    with "selective" the cheap ops of every one run again;
-    "auto" leaves both to the memory search.
-    """
-    assert program.plan is not None
-    repeated = blocks(program.module.graph.nodes)
-    recompute = repeated if request.recompute == "full" else ()
-    regather = repeated if request.recompute == "gathers" else ()
-    rerun = repeated if request.recompute == "selective" else ()
-    plan = dataclasses.replace(program.plan, recompute=recompute, regather=regather, rerun=rerun)
-    return dataclasses.replace(program, plan=plan)
 
 
 # -- quickly: for plans that only compete with others, with no proof -------------------------------
