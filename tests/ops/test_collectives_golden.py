@@ -87,7 +87,7 @@ class Experts(nn.Module):
 
 class Einsum(GShard):
     def __init__(self) -> None:
-        super().__init__(h, i, e)
+        super().__init__(h, i, e, choices=1)
         self.tokens = nn.Embedding(v, h)
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
