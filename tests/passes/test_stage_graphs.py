@@ -27,11 +27,11 @@ def test_two_stages_have_one_border_and_each_its_parameters(program: Program) ->
     first, last = stages.cut(program, ("blocks.2",))
     assert first.receives == last.sends == () and first.sends == last.receives
     assert len(first.sends) == 1 and last.results == (0, 1) and not first.results
-    names = {"blocks.0", "blocks.1", "place"}, {"blocks.2", "blocks.3", "norm"}
+    names = {"blocks.0", "blocks.1", "position"}, {"blocks.2", "blocks.3", "norm"}
     for stage, (own, other) in zip((first, last), (names, names[::-1]), strict=True):
         own_names = stage.parameters
         assert all(any(n.replace(".", "_") in p for p in own_names) for n in own), own_names
-        assert "p_embed_weight" in own_names  # tied: in both
+        assert "p_token_weight" in own_names  # tied: in both
         del other
 
 
@@ -113,9 +113,9 @@ def test_more_stages_than_blocks_are_refused() -> None:
 @pytest.mark.slow
 def test_a_stage_without_trained_parameters_is_refused() -> None:
     model, inputs = gpt()
-    for module in (model.embed, model.place, model.blocks[0]):
+    for module in (model.token, model.position, model.blocks[0]):
         module.requires_grad_(False)
-    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    model.head.weight = nn.Parameter(model.token.weight.detach().clone())
     refused(model, inputs, "stage 0 of 4, from the first block on, has no parameter", 4)
 
 
