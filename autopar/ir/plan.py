@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # what a plan answers with stands above it
 _FACTS = (
     "layout", "fingerprint", "seconds", "comm_bytes", "peak_bytes", "bound", "optimizer", "limit",
     "device_limit", "replicated_outputs", "microbatches", "sums_once",
-    "gathers_once", "interleaved", "strided_from", "schedule", "rounds",
+    "gathers_once", "interleaved", "strided_from", "schedule", "rounds", "slices_borders",
 )  # fmt: skip
 _NAME_LISTS = ("panels", "recompute", "regather", "rerun", "groups", "unsplit",
                "stage_starts")  # fmt: skip
@@ -87,6 +87,7 @@ class Decision:
     stage_starts: tuple[str, ...] = ()
     schedule: str = ""  # of a pipeline: a name of ir.pipeline_schedule.SCHEDULES
     rounds: int = 1  # stages of a rank
+    slices_borders: bool = False  # of what ranks of a stage hold alike, each sends on a slice
     # tokens: sequences as long, which causal attention reads, may be split by stride
     strided_from: int | None = None
     # factors of dims that are padded with zeros, so that axes divide them

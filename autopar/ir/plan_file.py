@@ -185,6 +185,7 @@ class PlanFile:
         "", "gpipe", "1f1b", "interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"
     ] = ""
     rounds: Annotated[int, Field(ge=1, le=2**10)] = 1
+    slices_borders: bool = False
     padding: tuple[Padding, ...] = ()
     strided_from: Annotated[int, Field(ge=2, le=2**62)] | None = None
 

@@ -315,7 +315,7 @@ class _Grouping:
         call.meta["chain"] = unit[0].meta.get("chain")
         for index, node in enumerate(results):
             item = self.graph.call_function(operator.getitem, (call, index))
-            item.meta = {k: v for k, v in node.meta.items() if k in ("layout", "dtype")}
+            item.meta = {k: v for k, v in node.meta.items() if k in ("layout", "dtype", "value")}
             self.copies[node] = item
 
 

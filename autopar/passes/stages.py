@@ -6,7 +6,8 @@ Every stage has the same mesh, so what is cut is the graph that a rank of any st
 border tensor goes from a rank to the same place of the next stage's mesh, in its local layout. What
 follows from parameters and inputs together is computed in one stage; all else, such as masks,
 positions, and weights as they are gathered, is made again where it is used. A value that several
-later stages read passes through those between.
+later stages read passes through those between. Where several ranks of a stage hold the same border
+tensor, `slice_borders` lets each send a slice of it, and the next stage gathers the slices.
 
 The emitted program of one micro-batch enters `cut` with the seconds of its nodes; `Stage`s leave,
 each with a program of its own. planner/pipelines.py asks, and runtime/training/stages_run.py runs
@@ -20,15 +21,21 @@ import itertools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.errors import PlanError
+from autopar.cost.communication import hierarchies
+from autopar.errors import LayoutError, PlanError
 from autopar.ir.graph import ancestors, block_of, where
+from autopar.ir.layout import Layout, S
 from autopar.ir.program import Input, Output, Program
+from autopar.ir.reshard import reshard_steps
+from autopar.ops.collectives import emit_step
 
 
 @dataclass(frozen=True)
@@ -83,14 +90,7 @@ def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
                 f"stages: {where(node)} writes a buffer ({output.target}), which stages do not do "
                 "for every micro-batch. Freeze it (eval() of that module), or plan without stages"
             )
-    last_use: dict[fx.Node, int] = {}
-    for node in graph.nodes:
-        for user in node.users:
-            if node in home and user in home:
-                last_use[node] = max(last_use.get(node, 0), home[user])
-    borders = [
-        [n for n in home if home[n] < number <= last_use.get(n, 0)] for number in range(1, count)
-    ]
+    borders = _borders(home, count)
     homes_of_results = [home.get(node, count - 1) for node in results if isinstance(node, fx.Node)]
     stages = []
     for number in range(count):
@@ -139,6 +139,119 @@ def check(program: Program, stages: Sequence[Stage]) -> None:
 
 def _items(graph: fx.Graph) -> Sequence[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=operator.getitem))
+
+
+# -- slices of border tensors ----------------------------------------------------------------------
+def slice_borders(program: Program, firsts: Sequence[str]) -> Program:
+    """Return the program with border tensors in slices, of which no rank of a stage sends what
+    another one sends too; the program itself where none do. `firsts`: as for `cut`.
+
+        x (I) | layers.2 …    becomes    x (I) → slice (S) | gathered (I) → layers.2 …
+
+    A border tensor of parts of sums is scattered, and gathered where the next stage would have
+    summed it. The reshards carry gradients as any do, so these go back in slices as well. Source:
+    the scatter and gather of Megatron-LM, arXiv 2104.04473, section 4.1.
+    """
+    copied: dict[fx.Node, fx.Node] = {}
+    graph = fx.Graph()
+    output = graph.graph_copy(program.module.graph, copied)
+    assert output is not None
+    graph.output(output)
+    graph.output_node().meta = dict(program.module.graph.output_node().meta)
+    module = fx.GraphModule(program.module, graph, class_name="Parallel")
+    emitter = _Slices(dataclasses.replace(program, module=module))
+    home = _homes(emitter.source, firsts)
+    borders = dict.fromkeys(itertools.chain.from_iterable(_borders(home, len(firsts) + 1)))
+    sliced = {node: _in_slices(node.meta["layout"]) for node in borders}
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    for node, layout in sliced.items():
+        if layout is None:
+            continue
+        users: dict[tuple[int, Layout], list[fx.Node]] = {}
+        reshards = {user for user in node.users if "step" in user.meta and user not in sliced}
+        for user in sorted(node.users, key=order.__getitem__):
+            if home.get(user, 0) > home[node]:
+                wanted = user.meta["layout"] if user in reshards else node.meta["layout"]
+                users.setdefault((home[user], wanted), []).append(user)
+        own = emitter.resharded(node, layout, node, after=True)
+        for (_, wanted), later in users.items():
+            gathered = emitter.resharded(own, wanted, later[0], after=False)
+            for user in later:
+                if user in reshards:
+                    user.replace_all_uses_with(gathered)
+                    graph.erase_node(user)
+                else:
+                    user.replace_input_with(node, gathered)
+    return program if all(layout is None for layout in sliced.values()) else emitter.program()
+
+
+def _in_slices(layout: Layout) -> Layout | None:
+    """Return the layout in which ranks that hold the same of a value, or parts of its sum, hold a
+    slice each, of the first dim that so many divide; None where there are no such ranks or dim.
+    """
+    alike = [
+        axis
+        for axis, state in zip(layout.mesh.axes, layout.states, strict=True)
+        if state.kind != "S" and axis.size > 1
+    ]
+    count = math.prod(axis.size for axis in alike)
+    for dim, size in enumerate(layout.local_shape):
+        if not alike or size % count:
+            continue
+        with suppress(LayoutError):  # no digit is left inside those that others hold
+            inner, sliced = size, layout
+            for axis in alike:
+                inner //= axis.size
+                sliced = sliced.with_state(axis.name, S(dim, inner))
+            return sliced
+    return None
+
+
+class _Slices:
+    """Emits reshards into the emitted graph of a program, with the notes that its nodes have."""
+
+    def __init__(self, source: Program) -> None:
+        assert source.plan is not None and source.annotations is not None
+        self.source, self._world = source, source.plan.world
+        self._wide = source.annotations.reduce_dtype
+        self._inputs = list(source.signature.inputs)
+
+    def resharded(self, x: fx.Node, target: Layout, near: fx.Node, after: bool) -> fx.Node:
+        """Return x in another layout, emitted after the node `near` or before it, in its block."""
+        graph, value = x.graph, x.meta["value"]
+        element = self.source.element(value, x.meta["dtype"].itemsize)
+        keys = ("stack_trace", "source", "dtype", "value")
+        described: dict[str, Any] = {key: x.meta[key] for key in keys if key in x.meta}
+        described["chain"] = near.meta.get("chain", "")
+        for step in reshard_steps(x.meta["layout"], target):
+            with graph.inserting_after(near) if after else graph.inserting_before(near):
+                levels = hierarchies(step, element, self._world)
+                wide = self._wide if element.gradient > element.bytes else None
+                node = emit_step(graph, x, step, self._coordinate, levels, wide)
+            node.meta.update(described, layout=step.after, step=step, element=element)
+            node.meta["custom"] = {"node": node.name, "module": described["chain"]}
+            x, near = node, node if after else near
+        return x
+
+    def _coordinate(self, axis: str) -> fx.Node:
+        """Return the input with the rank's coordinate on an axis, added where there is none."""
+        graph, name = self.source.module.graph, f"coordinate_{axis}"
+        for node in graph.find_nodes(op="placeholder"):
+            if node.name == name:
+                return node
+        *_, last = graph.find_nodes(op="placeholder")
+        with graph.inserting_after(last):
+            node = graph.placeholder(name)
+        self._inputs.append(Input("coordinate", name, axis))
+        return node
+
+    def program(self) -> Program:
+        """Return the program with what was emitted."""
+        graph = self.source.module.graph
+        graph.lint()
+        self.source.module.recompile()
+        signature = dataclasses.replace(self.source.signature, inputs=tuple(self._inputs))
+        return dataclasses.replace(self.source, signature=signature)
 
 
 def balance(seconds: Mapping[str, float], count: int) -> tuple[str, ...]:
@@ -232,6 +345,12 @@ def _homes(program: Program, firsts: Sequence[str]) -> dict[fx.Node, int]:
             if sent < _bytes(node):
                 home[node] = later
     return home
+
+
+def _borders(home: Mapping[fx.Node, int], count: int) -> list[list[fx.Node]]:
+    """Return the border tensors between each of so many stages and the next."""
+    last_use = {n: max((home[u] for u in n.users if u in home), default=0) for n in home}
+    return [[n for n in home if home[n] < number <= last_use[n]] for number in range(1, count)]
 
 
 def _bytes(node: fx.Node) -> float:

@@ -134,7 +134,7 @@ def _grids(layout: str | Grid, ranks: int) -> list[str | Grid]:
         case "2.5d":
             grids = [*_tesseracts(ranks)]
         case "ep":
-            grids = [GridEP(data, size) for data, size in factorings(ranks, 2) if size > 1]
+            grids = [GridEP(data, size) for size, data in factorings(ranks, 2) if size > 1]
             grids = grids or [GridEP(expert=ranks)]
         case _:
             raise LayoutError(

@@ -225,8 +225,16 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     alone = dataclasses.replace(plan, interleaved=False, context=None)
     full = dataclasses.replace(context.program, plan=alone)
     limit = _limit(request)
+    if like is not None and like.slices_borders:
+        full = stage_graphs.slice_borders(full, like.stage_starts)
     runs = _runs(full, context.source.module.graph, requested, like, limit)
     run, memory = _fastest_that_fits(runs, limit)
+    slices = like is not None and like.slices_borders
+    if like is None:
+        sliced = stage_graphs.slice_borders(full, run.starts)
+        faster = None if sliced is full else _faster(run, sliced, limit)
+        if faster is not None:
+            (run, memory), full, slices = faster, sliced, True
     pipeline, step = run.pipeline, run.step
     most = max(memory, key=lambda each: each.peak)
     planned = dataclasses.replace(
@@ -236,6 +244,7 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         stage_starts=run.starts,
         schedule=run.schedule,
         rounds=pipeline.rounds,
+        slices_borders=slices,
         interleaved=False,
         seconds=step.seconds,
         overlapped=step.seconds if request.overlap else None,
@@ -244,10 +253,24 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
         peak_bytes=most.peak,
         device_limit=limit if like is None else like.device_limit,
         smaller=None,
-        notes=(*plan.notes, *_notes(run, memory)),
+        notes=(*plan.notes, *_notes(run, memory, slices)),
     )
-    program = dataclasses.replace(context.program, plan=planned)
+    program = dataclasses.replace(full, plan=planned)
     return dataclasses.replace(planned, context=dataclasses.replace(context, program=program))
+
+
+def _faster(
+    run: _Run, sliced: Program, limit: float | None
+) -> tuple[_Run, tuple[Memory, ...]] | None:
+    """Return the run of the program with border tensors in slices, and what its ranks hold, where
+    that is faster than the run of whole ones and fits.
+    """
+    in_slices = _Run.of(sliced, run.schedule, run.pipeline, run.starts, run.known)
+    if in_slices.step.seconds >= run.step.seconds:
+        return None
+    with suppress(NoRoom):
+        return _fastest_that_fits([in_slices], limit)
+    return None
 
 
 def _named(requested: Stages, run: _Run, plan: Plan) -> Stages:
@@ -486,8 +509,10 @@ def _no_room(memory: Sequence[Memory], limit: float) -> NoRoom:
     return error
 
 
-def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:
-    """Return what people want to know of the stages, one sentence each."""
+def _notes(run: _Run, memory: Sequence[Memory], slices: bool) -> tuple[str, ...]:
+    """Return what people want to know of the stages, one sentence each. `slices`: whether border
+    tensors are sent in slices.
+    """
     stages, pipeline, step = run.stages, run.pipeline, run.step
     lines = [
         f"{len(stages)} stages, each on 1 of {pipeline.ranks} equal parts of the ranks: of a step "
@@ -504,6 +529,10 @@ def _notes(run: _Run, memory: Sequence[Memory]) -> tuple[str, ...]:
         lines.append(
             f"{name} ({blocks_text(own_blocks)}): {own.forward * 1e3:.2f} ms forward, "
             f"{_backward_text(own)} a micro-batch, {max(flying)} in flight; {whose} {text_of(peak)}"
+        )
+    if slices:
+        lines.append(
+            "where ranks of a stage hold the same, each sends a slice of it to the next stage"
         )
     lines.append("no gap is proven for the stages: the layout within them is the search's")
     return tuple(lines)

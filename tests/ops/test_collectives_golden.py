@@ -21,15 +21,17 @@ from autopar._compat import pytree
 from autopar.cost import algorithms
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
+from autopar.ops.experts import BODIES, Body, experts_op
 from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.request import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.runtime import lockstep
 from autopar.runtime.verify import _Rank
-from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, h, i, m, v
+from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, e, h, i, k, m, v
+from moe_models import GShard
 
 
 class Call(NamedTuple):
-    """One collective as a rank calls it; `words` are those of the whole value on its axes."""
+    """One collective as a rank calls it; words, of four bytes, are those of the whole value."""
 
     phase: str
     kind: str
@@ -60,6 +62,39 @@ class Block(nn.Module):
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         return ((self.block(self.tokens(ids)) - target) ** 2).mean()
+
+
+BODIES["golden"] = Body(F.relu, gated=False)
+
+
+class Experts(nn.Module):
+    """A layer of experts as one op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(v, h)
+        self.router = nn.Linear(h, e, bias=False)
+        self.up = nn.Parameter(torch.randn(e, i, h) / 8)
+        self.down = nn.Parameter(torch.randn(e, h, i) / 8)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.tokens(ids).flatten(0, 1)
+        scores, index = self.router(x).softmax(-1).topk(k)
+        up, down = self.up, self.down
+        y = experts_op(x, index, scores, up, None, down, None, None, "golden", e)
+        return ((x + y - target.flatten(0, 1)) ** 2).mean()
+
+
+class Einsum(GShard):
+    def __init__(self) -> None:
+        super().__init__(h, i, e, choices=1)
+        self.tokens = nn.Embedding(v, h)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        return ((self.layer(self.tokens(ids)) - target) ** 2).mean()
+
+
+MODELS = {"chain": Chain, "block": Block, "experts": Experts, "einsum": Einsum}
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +142,7 @@ def sent_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, Any], list[Ca
             axes = group.split("/")[2].split(".")
             name = kind.split()[0].replace("-", "_")
             ranks = math.prod(run.mesh.sizes[axis] for axis in axes)
-            whole = x.numel() * (ranks if name in ("all_gather", "all_to_all") else 1)
+            whole = x.nbytes / 4 * (ranks if name in ("all_gather", "all_to_all") else 1)
             calls.append(Call(phase[0], name, "+".join(axes), whole))
         return exchange(run, kind, x, group)
 
@@ -130,7 +165,7 @@ def sent_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[Plan, Any], list[Ca
 
 
 def sent(plan: Plan, call: Call) -> float:
-    """Bytes a rank sends for a call, by the ring formulas; all values are of four bytes."""
+    """Bytes a rank sends for a call, by the ring formulas."""
     ranks = math.prod(plan.mesh.sizes[axis] for axis in call.axes.split("+"))
     share = (ranks - 1) / ranks * call.words * 4
     return {"all_reduce": 2 * share, "all_to_all": share / ranks}.get(call.kind, share)
@@ -181,7 +216,7 @@ def same_as_derived(calls: list[Call], expected: Iterable[Line]) -> None:
 def test_what_runs_is_what_was_derived(
     model: str, ranks: int, layout: Layouts, expected: list[Line], sent_calls: Any
 ) -> None:
-    plan, inputs = planned(Chain() if model == "chain" else Block(), ranks, layout)
+    plan, inputs = planned(MODELS[model](), ranks, layout)
     calls = sent_calls(plan, inputs)
     same_as_modelled(plan, calls)
     same_as_derived(calls, expected)

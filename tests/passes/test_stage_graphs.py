@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autopar
+import models
 from autopar.ir.program import Program
 from autopar.passes import stages
-from stage_models import apart_towers, gpt
+from priced import slow_between
+from stage_models import ROWS, TOKENS, WIDTH, apart_towers, gpt
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +79,69 @@ def test_the_contract_sees_a_lost_result(program: Program) -> None:
         stages.check(program, (cut[0], dataclasses.replace(cut[1], results=(0,))))
 
 
+# -- slices of border tensors ----------------------------------------------------------------------
+def words_sent(world: Any, layout: Any, example: models.Example, microbatches: int = 2) -> int:
+    """Numbers that a rank of the first of two stages sends on for each micro-batch."""
+    model, args, kwargs = example
+    layout = autopar.Stages(2, layout)
+    plan = autopar.plan(model, world, args or kwargs, layout, microbatches=microbatches)
+    assert plan.context is not None
+    first, last = stages.cut(plan.context.program, plan.stage_starts)
+    assert first.sends == last.receives and len(first.sends) == 1
+    return first.program.layouts[first.sends[0]].local_size
+
+
+def test_ranks_that_hold_the_same_send_a_slice_each_where_links_are_slow() -> None:
+    stream = models.BATCH // 2 * models.SEQUENCE * models.HIDDEN
+    assert words_sent(8, "megatron", models.gpt()) == stream
+    assert words_sent(slow_between(4, 2), "megatron", models.gpt()) == stream // 4
+    assert words_sent(slow_between(4, 2), autopar.Grid4D(x=2, y=2), models.gpt()) == stream // 4
+    assert words_sent(slow_between(2, 2), "fsdp", models.gpt()) == stream // 2
+
+
+class WithoutNorms(nn.Module):
+    """Four blocks that read the stream without a norm: what they add is parts of a sum there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_parts_of_sums_are_scattered_as_that_costs_no_more() -> None:
+    stream, inputs = ROWS // 4 * TOKENS * WIDTH, (torch.randn(ROWS, TOKENS, WIDTH),)
+    assert words_sent(8, "megatron", (WithoutNorms(), inputs, {}), microbatches=4) == stream // 4
+    assert words_sent(8, "megatron", (*gpt(), {}), microbatches=4) == stream  # no parts of a sum
+
+
+def test_every_stage_gathers_the_slices_that_it_reads() -> None:
+    model, _, inputs = models.t5()
+    plan = autopar.plan(model, 8, inputs, autopar.Stages(4, "megatron"), microbatches=2)
+    assert plan.context is not None and not plan.slices_borders
+    starts, whole = plan.stage_starts, plan.context.program
+    program = stages.slice_borders(whole, starts)
+    cut = stages.cut(program, starts)
+    stages.check(program, cut)
+    for stage, before in zip(cut[1:], stages.cut(whole, starts)[1:], strict=True):
+        assert stage.receives
+        sizes, whole_sizes = (
+            [s.program.layouts[name].local_size for name in s.receives] for s in (stage, before)
+        )
+        assert sum(sizes) * 2 == sum(whole_sizes)
+
+
+def test_a_program_whose_ranks_all_send_something_else_stays_as_it_is(program: Program) -> None:
+    assert stages.slice_borders(program, ("blocks.2",)) is program
+
+
+# -- where stages begin ----------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("seconds", "count", "begins"),
     [

@@ -22,6 +22,7 @@ from autopar.runtime.training.adapters import require_parallel
 from benchmarks.models import llama
 from models import GptWithLogits
 from on_ranks import Facts, caught, run_everywhere
+from priced import slow_between
 from stage_models import HEADS, TOKENS, WIDTH, WORDS, gpt
 
 STEPS = 3
@@ -32,6 +33,7 @@ TASKS: dict[str, tuple[Stages, int | Literal["auto"]]] = {
     "megatron interleaved": (Stages(2, "megatron", "interleaved", 2), 4),
     "4 stages gpipe": (Stages(4, "ddp", "gpipe"), 4),
     "ddp looped-bfs": (Stages(2, "ddp", "looped-bfs", 2), 4),
+    "megatron in slices": (Stages(2, "megatron"), 4),
     "4d": (Stages(2, Grid4D(x=2)), 2),
     "2.5d": (Stages(2, Grid25D(q=2)), 4),
     "fsdp of 8": (Stages(2, "fsdp"), 2),
@@ -94,7 +96,8 @@ def parity(task: str) -> Facts:
     layout, microbatches = TASKS[task]
     model, inputs = example(task)
     single = copy.deepcopy(model)
-    par = autopar.parallelize(model, None, inputs, layout=layout, microbatches=microbatches)
+    world = slow_between(2, 2) if "slices" in task else None
+    par = autopar.parallelize(model, world, inputs, layout=layout, microbatches=microbatches)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, single))
     expected = dict(single.named_parameters(remove_duplicate=False))
     errors: dict[str, float] = {}
@@ -127,6 +130,7 @@ def parity(task: str) -> Facts:
         "leaving": most,
         "names": [n for n, _ in par.named_parameters()],
         "layout": par.plan.layout,
+        "slices": par.plan.slices_borders,
     }
     par.eval()
     single.eval()

@@ -43,6 +43,7 @@ ON_EIGHT: tuple[Layouts, ...] = (
 CONTEXTS: dict[str, Layouts] = {
     "strided": "cp",
     "contiguous": GridContext(2, "megatron", "contiguous"),
+    "sharded": GridContext(2),
     "heads": GridContext(2, attention="heads"),
 }
 STEPS = 3
@@ -55,8 +56,12 @@ def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
 
 
 def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-    """(loss, logits) of a model of models.py, or of the parallel one."""
+    """(loss, logits) of a model of models.py, or of the parallel one; the loss twice where that is
+    all that it returns.
+    """
     outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
+    if isinstance(outputs, Tensor):
+        return outputs, outputs
     return (
         (outputs[1], outputs[0]) if isinstance(outputs, tuple) else (outputs.loss, outputs.logits)
     )
@@ -378,7 +383,7 @@ TASKS: dict[str, Callable[[], Facts]] = {
     "grids": grids,
     **{
         f"{name} {how}": partial(context, name, layout)
-        for name in ("llama", "bert")
+        for name in ("llama", "bert", "gpt2", "gemma3", "t5")
         for how, layout in CONTEXTS.items()
     },
     "aot_eager": lambda: compiled("gpt", "aot_eager"),

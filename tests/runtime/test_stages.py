@@ -16,6 +16,7 @@ import models
 from autopar import Grid4D, Grid25D, GridEP, Stages
 from launch import launched
 from moe_models import mixtral
+from priced import slow_between
 from stage_models import apart_towers, gpt
 from stages_ranks import FAULTS, example
 
@@ -63,6 +64,47 @@ def test_a_step_in_stages_is_that_of_one_device(
     check = autopar.verify(model, ranks, inputs, layout, microbatches=microbatches)
     assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
     assert check.ranks == ranks
+
+
+SLICED: list[tuple[Stages, dict[str, Any]]] = [
+    (Stages(2, "megatron"), {}),
+    (Stages(2, "megatron", "zero-bubble"), {}),
+    (Stages(2, "megatron"), {"recompute": "full"}),
+    (Stages(2, "megatron"), {"recompute": "selective"}),
+    (Stages(2, "megatron", "interleaved", 2), {}),
+    (Stages(2, Grid4D(x=2, y=2)), {}),
+    (Stages(2, Grid4D(y=2, z=2)), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        pytest.param(*SLICED[0]),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLICED[1:]),
+    ],
+    ids=str,
+)
+def test_border_tensors_in_slices(layout: Stages, options: dict[str, Any]) -> None:
+    model, inputs = gpt()
+    how: dict[str, Any] = {"layout": layout, "microbatches": 4, **options}
+    assert autopar.plan(model, slow_between(4, 2), inputs, **how).slices_borders
+    check = autopar.verify(model, slow_between(4, 2), inputs, **how)
+    assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize(("name", "count"), [("gpt2", 2), ("t5", 4)])
+def test_border_tensors_in_slices_of_models_of_transformers(
+    name: str, count: int, schedule: str
+) -> None:
+    world = slow_between(2, count)
+    model, args, kwargs = getattr(models, name)()
+    how: dict[str, Any] = {"layout": Stages(count, "megatron", schedule), "microbatches": 4}
+    assert autopar.plan(model, world, args or kwargs, **how).slices_borders
+    check = autopar.verify(model, world, args or kwargs, **how)
+    assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -206,9 +248,11 @@ def test_a_report_draws_the_pipeline_and_says_how_many_ranks_there_are(tmp_path:
 @pytest.mark.slow
 def test_a_plan_from_a_file_is_verified(tmp_path: Path) -> None:
     model, inputs = gpt()
-    plan = autopar.plan(model, 4, inputs, Stages(2, "megatron"), microbatches=2)
+    plan = autopar.plan(model, slow_between(2, 2), inputs, Stages(2, "megatron"), microbatches=2)
     plan.save(tmp_path / "plan.json")
-    autopar.verify(model, None, inputs, autopar.Plan.load(tmp_path / "plan.json"))
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded.slices_borders
+    autopar.verify(model, None, inputs, loaded)
 
 
 @pytest.mark.slow
@@ -296,6 +340,7 @@ def test_torch_compile_has_no_stages() -> None:
         (2, ("ddp of 2", "open of 2")),
         pytest.param(4, ("fsdp 1f1b",), marks=pytest.mark.slow),
         pytest.param(4, ("megatron interleaved", "4 stages gpipe"), marks=pytest.mark.slow),
+        pytest.param(4, ("megatron in slices",), marks=pytest.mark.slow),
         pytest.param(4, ("ddp looped-bfs", "4d"), marks=pytest.mark.slow),
         pytest.param(8, ("2.5d", "fsdp of 8"), marks=pytest.mark.slow),
         pytest.param(2, ("zero-bubble of 2",), marks=pytest.mark.slow),
@@ -323,6 +368,7 @@ def test_three_steps_on_gloo_are_those_of_one_device(
             assert figures["evaluation of 8"] < 1e-9 and figures["evaluation of 4"] < 1e-9
             assert figures["leaving"] <= LEAVING.get(task, figures["leaving"])
             assert figures["layout"].count("Stages(") == 1, "a stage has no stages of its own"
+            assert figures["slices"] == ("slices" in task)
 
 
 @pytest.mark.parametrize(

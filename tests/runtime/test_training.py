@@ -26,12 +26,13 @@ def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> No
 
 
 @pytest.mark.slow_cells("*")
-@pytest.mark.parametrize("how", ["strided", "contiguous", "heads"])
-@pytest.mark.parametrize("name", ["llama", "bert"])
-def test_context_parallelism_equals_one_device(tmp_path: Path, name: str, how: str) -> None:
-    """Causal attention with grouped queries, and padded attention."""
-    task = f"{name} {how}"
-    one_layout(launched(tmp_path, 4, task)[task], f"{task}: ")
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "gemma3", "t5"])
+def test_context_parallelism_equals_one_device(tmp_path: Path, name: str) -> None:
+    """Grouped queries, padding, a tied head, windows, and attention to another sequence."""
+    tasks = [f"{name} {how}" for how in ("strided", "contiguous", "sharded", "heads")]
+    facts = launched(tmp_path, 4, *tasks, seconds=600)
+    for task in tasks:
+        one_layout(facts[task], f"{task}: ")
 
 
 def one_layout(facts: dict[str, Any], where: str) -> None:

@@ -1,4 +1,4 @@
-"""The collectives of the literature's layouts, derived by hand: what one training step of two
+"""The collectives of the literature's layouts, derived by hand: what one training step of four
 models moves, for test_collectives_golden.py.
 
 The lists are (phase, kind, axes, words, times). Words are those of the whole value on its axes
@@ -6,23 +6,36 @@ The lists are (phase, kind, axes, words, times). Words are those of the whole va
 all-reduce takes and makes. Sizes: m rows (batch · sequence), h and i widths, v words in the
 vocabulary.
 
-Both models begin with an embedding, so that the first product has a dX and its X is no user's
+All models begin with an embedding, so that the first product has a dX and its X is no user's
 input, and end with a mean square, through which partial sums cannot pass.
 
 chain: x += down(gelu(up(x))), twice, no biases: products (m, h→i) and (m, i→h).
 block: x += out(attention(qkv(norm(x)))); x += down(gelu(up(norm(x)))), biases everywhere: products
        (m, h→3h), (m, h→h), (m, h→4h), (m, 4h→h). A norm over a split h sums 2 numbers a row forward
        (its mean, then its variance), and 2 at once backward.
+experts, einsum: x += down(relu(up(x))) of each token's experts, of which a router (m, h→e) chooses:
+       as one op that takes k of e for each token, or by einsum over the places (groups, e, c) of
+       c tokens at each expert; no biases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridContext, Layouts
+from autopar.planner.request import (
+    Grid2D,
+    Grid3D,
+    Grid4D,
+    Grid25D,
+    GridContext,
+    GridEP,
+    Layouts,
+)
+from moe_models import CAPACITY
 
 BATCH, SEQUENCE = 16, 32
 m, h, i, v = BATCH * SEQUENCE, 64, 128, 1024
+e, k = 8, 2  # experts, and how many a token goes to
 FORWARD, BACKWARD = "forward", "backward"
 
 Line = tuple[str, str, str, float, int]
@@ -232,6 +245,53 @@ def _without(sizes: dict[str, int], lines: list[Line]) -> list[Line]:
     return others  # type: ignore[return-value]
 
 
+# -- experts ---------------------------------------------------------------------------------------
+def ep(data: int, expert: int, tensor: int, model: str) -> list[Line]:
+    """data and expert split m, and every weight but those of experts is FSDP's over both. Experts
+    lie on expert where they compute, and their weights are gathered over data alone. Rows of the
+    router's weight are experts, whose outer digit is expert's: it is gathered in two steps.
+
+    The op takes in the tokens, experts and scores of its group (an expert's number is 8 bytes: two
+    words) and scatters parts of sums; tokens and scores have gradients, numbers have none. By
+    einsum every rank sends a token's copy to the place that it has at its expert, and gets the
+    result from there.
+
+    tensor is Megatron's, inside of every expert: the embedding's v, the router's e and the inner
+    width lie on it. Whole on all its ranks are x, after a sum of the embedding and one of the
+    experts' result, and the scores, gathered by e; their gradients are summed. What the op scatters
+    over expert is summed over tensor after that.
+    """
+    rows, group = m / (data * expert), m / data
+    router: list[Line] = [
+        (FORWARD, "all_gather", "data", e * h / (expert * tensor), 1),
+        (FORWARD, "all_gather", "expert", e * h / tensor, 1),
+    ]
+    weights: list[Line] = [
+        (FORWARD, "all_gather", "data+expert", v * h / tensor, 1),
+        (FORWARD, "all_gather", "data", e * h * i / (expert * tensor), 2),
+        *router,
+    ]
+    lines = [*mirrored(weights), loss("data+expert")]
+    if model == "einsum":
+        places = (BATCH / data) * e * CAPACITY * h
+        lines += [(phase, "all_to_all", "expert", places, 2) for phase in (FORWARD, BACKWARD)]
+    else:
+        tokens: list[Line] = [
+            (FORWARD, "all_gather", "expert", group * h, 1),
+            (FORWARD, "all_gather", "expert", group * k, 1),  # scores
+            (FORWARD, "reduce_scatter", "expert", group * h, 1),
+        ]
+        lines += [*mirrored(tokens), (FORWARD, "all_gather", "expert", 2 * group * k, 1)]
+    if tensor > 1:
+        lines += [
+            (FORWARD, "all_reduce", "tensor", rows * h, 2),
+            (FORWARD, "all_gather", "tensor", rows * e, 1),
+            (BACKWARD, "all_reduce", "tensor", rows * h, 1),
+            (BACKWARD, "all_reduce", "tensor", rows * k, 1),
+        ]
+    return _without({"data": data}, lines)
+
+
 # -- 2.5D ------------------------------------------------------------------------------------------
 def two_and_a_half_d(q: int, d: int, model: str) -> list[Line]:
     """Depth and row split m, col splits k of X and n; W is split on k over row and on n over col.
@@ -301,4 +361,10 @@ CASES: list[tuple[str, int, Layouts, list[Line]]] = [
         for model in ("chain", "block")
         for q, d in ((2, 1), (2, 2), (4, 1))
     ),
+    *(
+        (model, data * expert, GridEP(data, expert), ep(data, expert, 1, model))
+        for model in ("experts", "einsum")
+        for data, expert in ((1, 4), (2, 2), (2, 4))
+    ),
+    ("experts", 8, GridEP(2, 2, 2, sequence=False), ep(2, 2, 2, "experts")),
 ]

@@ -89,33 +89,53 @@ def deepseek_v3() -> Example:
 
 
 class GShard(nn.Module):
-    """Plain experts by einsum, as in GShard and Switch Transformer: every token goes to its best
-    expert, in the place that it has there, and those beyond the capacity to none.
+    """Plain experts by einsum: every token goes to the best of its experts, in the place that it
+    has there, then to the next best, and those beyond the capacity to none. With one choice it is
+    Switch Transformer's layer.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        hidden: int = HIDDEN,
+        inner: int = 2 * HIDDEN,
+        experts: int = EXPERTS,
+        choices: int = 2,
+    ) -> None:
         super().__init__()
-        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * HIDDEN) / 8)
-        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN) / 8)
+        self.choices = choices
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, hidden, inner) / 8)
+        self.down = nn.Parameter(torch.randn(experts, inner, hidden) / 8)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def layer(self, x: Tensor) -> Tensor:
         """x: (groups, tokens, width)."""
         gates = self.router(x).softmax(-1)
-        chosen = F.one_hot(gates.argmax(-1), EXPERTS)
-        place = chosen.cumsum(1) * chosen - 1
-        dispatch = F.one_hot(place.clamp(0, CAPACITY - 1), CAPACITY)
-        dispatch = dispatch * ((place >= 0) & (place < CAPACITY)).unsqueeze(-1)
-        combine = dispatch * gates.unsqueeze(-1)
-        sent = torch.einsum("gtec,gtd->egcd", dispatch.to(x.dtype), x)
+        taken = torch.zeros_like(gates[:, :1], dtype=torch.int64)
+        combine = torch.zeros((), dtype=x.dtype, device=x.device)
+        for best in gates.topk(self.choices, -1).indices.unbind(-1):
+            chosen = F.one_hot(best, gates.shape[-1])
+            place = (chosen.cumsum(1) + taken) * chosen - 1
+            taken = taken + chosen.sum(1, keepdim=True)
+            places = F.one_hot(place.clamp(0, CAPACITY - 1), CAPACITY)
+            places = places * ((place >= 0) & (place < CAPACITY)).unsqueeze(-1)
+            combine = combine + places * gates.unsqueeze(-1)
+        sent = torch.einsum("gtec,gtd->egcd", (combine > 0).to(x.dtype), x)
         hidden = torch.einsum("egcd,edf->egcf", sent, self.up).relu()
         back = torch.einsum("egcf,efd->egcd", hidden, self.down)
-        return (x + torch.einsum("gtec,egcd->gtd", combine, back)).square().mean()
+        return x + torch.einsum("gtec,egcd->gtd", combine, back)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
 
 
-def gshard() -> Example:
+def gshard(choices: int = 2) -> Example:
     torch.manual_seed(0)
-    return GShard().double(), (torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64),), {}
+    model = GShard(choices=choices).double()
+    return model, (torch.randn(BATCH, SEQUENCE, HIDDEN, dtype=torch.float64),), {}
+
+
+def switch() -> Example:
+    return gshard(choices=1)
 
 
 class _LoopOverExperts(nn.Module):
@@ -162,4 +182,5 @@ MOE = {
     "gpt_oss": gpt_oss,
     "deepseek_v3": deepseek_v3,
     "gshard": gshard,
+    "switch": switch,
 }

@@ -15,6 +15,11 @@ START, NEAR, FAR = 0.25e-3, 0.225e-3, 0.825e-3
 EMULATED = World((Level(2, 6e8, NEAR), Level(2, 5e7, FAR)), CORE, launch_s=START)
 
 
+def slow_between(near: int, far: int) -> World:
+    """A world of `far` groups of `near` ranks, with slow links between groups."""
+    return World((Level(near, 1e10, 1e-7), Level(far, 1e6, 1e-6)), CORE)
+
+
 def price(world: World, mesh: str, axes: str, kind: str, count: float) -> Price:
     return collective_cost(
         Traffic(kind, int(count)), tuple(axes.split()), Mesh.parse(mesh), 1, world
