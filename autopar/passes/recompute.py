@@ -315,7 +315,9 @@ class _Grouping:
         call.meta["chain"] = unit[0].meta.get("chain")
         for index, node in enumerate(results):
             item = self.graph.call_function(operator.getitem, (call, index))
-            item.meta = {k: v for k, v in node.meta.items() if k in ("layout", "dtype", "value")}
+            item.meta = {k: v for k, v in node.meta.items() if k in ("layout", "dtype")}
+            if "value" in node.meta:  # which the node inside stands for
+                item.meta["value_inside"] = node.meta["value"]
             self.copies[node] = item
 
 

@@ -218,10 +218,12 @@ class _Slices:
 
     def resharded(self, x: fx.Node, target: Layout, near: fx.Node, after: bool) -> fx.Node:
         """Return x in another layout, emitted after the node `near` or before it, in its block."""
-        graph, value = x.graph, x.meta["value"]
+        graph = x.graph
+        value = x.meta["value" if "value" in x.meta else "value_inside"]
         element = self.source.element(value, x.meta["dtype"].itemsize)
-        keys = ("stack_trace", "source", "dtype", "value")
+        keys = ("stack_trace", "source", "dtype")
         described: dict[str, Any] = {key: x.meta[key] for key in keys if key in x.meta}
+        described["value"] = value
         described["chain"] = near.meta.get("chain", "")
         for step in reshard_steps(x.meta["layout"], target):
             with graph.inserting_after(near) if after else graph.inserting_before(near):
