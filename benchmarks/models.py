@@ -11,8 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.tools.targets import Llama, Sizes
-from examples.gpt import GPT, Config, small_weights
+from autopar.tools.decoders import Gpt, Llama, Sizes, small_weights
+
+
+def gpt(vocabulary: int, context: int, width: int, heads: int, layers: int) -> Gpt:
+    """Return a GPT of the command line with weights as GPT-2 draws them."""
+    model = Gpt(Sizes("gpt", layers, width, heads, vocabulary, context))
+    model.apply(small_weights)
+    return model
 
 
 def llama(
@@ -87,18 +93,18 @@ class Subject:
 
 SUBJECTS = {
     "tiny": Subject(
-        lambda: GPT(Config(vocabulary=64, context=16, width=64, heads=8, layers=2)),
+        lambda: gpt(vocabulary=64, context=16, width=64, heads=8, layers=2),
         8,
         16,
         64,
         "to see that all of it runs",
     ),
     "gpt": Subject(
-        lambda: GPT(Config(vocabulary=4096, context=128, width=512, heads=8, layers=4)),
+        lambda: gpt(vocabulary=4096, context=128, width=512, heads=8, layers=4),
         16, 128, 4096, "17 M parameters, 2048 tokens: 67 MB of gradients",
     ),
     "wide": Subject(
-        lambda: GPT(Config(vocabulary=1024, context=16, width=1024, heads=16, layers=2)),
+        lambda: gpt(vocabulary=1024, context=16, width=1024, heads=16, layers=2),
         8, 16, 1024, "27 M parameters, 128 tokens: weights outweigh activations",
     ),
     "llama": Subject(
@@ -106,11 +112,11 @@ SUBJECTS = {
         8, 128, 32768, "18 M parameters, of which 17 M in a vocabulary of 32,768",
     ),
     "long": Subject(
-        lambda: GPT(Config(vocabulary=1024, context=1024, width=256, heads=8, layers=4)),
+        lambda: gpt(vocabulary=1024, context=1024, width=256, heads=8, layers=4),
         8, 1024, 1024, "4 M parameters, 8192 tokens in sequences of 1024",
     ),
     "deep": Subject(
-        lambda: GPT(Config(vocabulary=256, context=32, width=512, heads=8, layers=12)),
+        lambda: gpt(vocabulary=256, context=32, width=512, heads=8, layers=12),
         16, 32, 256, "38 M parameters in 12 blocks, 512 tokens: little lies between two blocks",
     ),
     "experts": Subject(

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpt import GPT, Config
+from autopar.tools.decoders import Gpt, Sizes, small_weights
 
 STEPS, BATCH, CONTEXT = 10, 8, 32
-SMALL = Config(vocabulary=64, context=CONTEXT, width=64, heads=4, layers=2)
+SMALL = Sizes("gpt", layers=2, width=64, heads=4, vocabulary=64, context=CONTEXT)
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -46,7 +46,7 @@ def train(model: nn.Module, call: Callable[..., Tensor]) -> list[float]:
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)  # the same parameters on every rank
-    model = GPT(SMALL)
+    model = Gpt(SMALL).apply(small_weights)
     alone = copy.deepcopy(model)
     losses = train(model, torch.compile(model, backend="autopar"))
     expected = train(alone, alone)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import autopar
-from gpt import GPT, Config
+from autopar.tools.decoders import Gpt, Sizes, small_weights
 
 GRIDS: dict[str, autopar.Grid4D | autopar.Grid25D] = {
     "4d": autopar.Grid4D(x=2, y=2, z=2),
@@ -27,9 +27,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/grids"), help="where pages go")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    config = Config(vocabulary=64, context=32, layers=2, heads=4, width=32)
-    model = GPT(config)
-    tokens = torch.randint(0, config.vocabulary, (8, config.context))
+    sizes = Sizes("gpt", layers=2, width=32, heads=4, vocabulary=64, context=32)
+    model = Gpt(sizes).apply(small_weights)
+    tokens = torch.randint(0, sizes.vocabulary, (8, sizes.context))
     for name, grid in GRIDS.items():
         plan = autopar.plan(model, 8, (tokens, tokens), layout=grid, smaller=False)
         assert plan.context is not None

@@ -14,19 +14,20 @@ import torch
 import torch.distributed as dist
 
 import autopar
+from autopar.tools.decoders import Gpt, small_weights
 from compile_backend import SMALL, batches
-from gpt import GPT
 
 
 def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = autopar.parallelize(GPT(SMALL), inputs=next(batches()), backend="inductor")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = Gpt(SMALL).apply(small_weights)
+    par = autopar.parallelize(model, inputs=next(batches()), backend="inductor")
+    optimizer = torch.optim.AdamW(par.parameters(), lr=1e-3)
     for step, (tokens, targets) in enumerate(batches(), start=1):
         started = time.perf_counter()
         optimizer.zero_grad()
-        loss = model(tokens, targets)
+        loss = par(tokens, targets)
         loss.backward()
         optimizer.step()
         seconds = time.perf_counter() - started

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 import autopar
+from autopar.tools.decoders import Gpt, small_weights
 from compile_backend import SMALL, batches
-from gpt import GPT
 
 
 def counting(graph: fx.GraphModule, example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
@@ -37,8 +37,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     inputs = next(batches())
-    model = autopar.parallelize(GPT(SMALL), inputs=inputs, layout="fsdp", backend=counting)
-    loss = model(*inputs)
+    model = Gpt(SMALL).apply(small_weights)
+    par = autopar.parallelize(model, inputs=inputs, layout="fsdp", backend=counting)
+    loss = par(*inputs)
     loss.backward()
     if dist.get_rank() == 0:
         print(f"loss {float(loss.detach()):.6f}")

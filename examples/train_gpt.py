@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node 4 examples/train_gpt.py
 
+The model is that of autopar/tools/decoders.py, which knows of no ranks; any other does as well.
 The text is real: the source of Python's own standard library on this machine, as bytes. Rank 0
 first trains a copy of the model alone; then all ranks train the parallel one on the same batches.
 The exit status is 1 where a loss differs by more than 1e-4 relative.
@@ -29,9 +30,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autopar
-from gpt import GPT
+from autopar.tools.decoders import Gpt, Sizes, small_weights
 
 LIMIT = 1e-4  # largest relative difference of a loss from the single device's
+SIZES = Sizes("gpt", layers=4, width=256, heads=8, vocabulary=256, context=128)  # of bytes
 BATCH = 16  # sequences over all ranks together
 TEXT_BYTES = 2_000_000
 
@@ -92,14 +94,14 @@ def parse() -> argparse.Namespace:
 def demo(options: argparse.Namespace, console: Console) -> int:
     """Plan, train alone, train together, compare, leave the files. Returns the exit status."""
     torch.manual_seed(0)
-    model = GPT()
+    model = Gpt(SIZES).apply(small_weights)
     text, files = standard_library()
-    batches = cut(text, options.steps, model.config.context)
+    batches = cut(text, options.steps, SIZES.context)
     parameters = sum(p.numel() for p in model.parameters()) / 1e6
     world = autopar.World.detect()
     console.print(f"[bold]world[/]  {world}")
     console.print(f"[bold]text[/]   {len(text) / 1e6:.1f} MB: {files} files of Python's library")
-    shape = f"batch {BATCH} × {model.config.context}"
+    shape = f"batch {BATCH} × {SIZES.context}"
     console.print(f"[bold]model[/]  GPT, {parameters:.1f} M parameters, {shape}")
     plan = autopar.plan(model, world, batches[0], layout=options.layout)
     console.print(f"[bold]mesh[/]   {plan.mesh}")

@@ -19,22 +19,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import autopar
-from gpt import GPT, Config
+from autopar.tools.decoders import Gpt, Sizes, small_weights
 
+SIZES = Sizes("gpt", layers=4, width=256, heads=8, vocabulary=256, context=128)
 BATCH = 16  # sequences over all ranks together
 
 
 class Text(Dataset[tuple[Tensor, Tensor]]):
     """Counting up from a number that hangs on the row: tokens and targets, int64 (context,)."""
 
-    def __init__(self, config: Config, rows: int = 1024) -> None:
-        self.config, self.rows = config, rows
+    def __init__(self, rows: int = 1024) -> None:
+        self.rows = rows
 
     def __len__(self) -> int:
         return self.rows
 
     def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
-        text = (row + torch.arange(self.config.context + 1)) % self.config.vocabulary
+        text = (row + torch.arange(SIZES.context + 1)) % SIZES.vocabulary
         return text[:-1], text[1:]
 
 
@@ -55,12 +56,12 @@ def main() -> None:
 
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(0)
-    model = GPT()
-    tokens = torch.zeros(BATCH, model.config.context, dtype=torch.int64)
+    model = Gpt(SIZES).apply(small_weights)
+    tokens = torch.zeros(BATCH, SIZES.context, dtype=torch.int64)
     par = autopar.parallelize(model, inputs=(tokens, tokens))
     assert isinstance(par, autopar.ParallelModule)
     optimizer = torch.optim.AdamW(par.parameters(), lr=1e-3)
-    loader = par.loader(Text(model.config), shuffle=True, seed=0)
+    loader = par.loader(Text(), shuffle=True, seed=0)
     checkpoints = autopar.Checkpoints(
         options.checkpoints, model=par, optimizer=optimizer, loader=loader
     )

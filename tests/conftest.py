@@ -1,10 +1,14 @@
-"""What every test runs under: one thread, no network, the same random examples each time."""
+"""What every test runs under: one thread, no network, the same random examples each time; and the
+fixture that counts exports.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch import nn
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
@@ -27,6 +32,27 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("autopar")
+
+
+@pytest.fixture
+def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """The models that torch.export is called on from now on, one after the other: a model whose
+    graph is reused or resized is not among them.
+    """
+    from autopar.passes import trace
+
+    exported: list[nn.Module] = []
+
+    def counted(export: Callable[..., Any]) -> Callable[..., Any]:
+        def counted_export(model: nn.Module, *args: Any) -> Any:
+            exported.append(model)
+            return export(model, *args)
+
+        return counted_export
+
+    for name in ("exported_anew", "exported_with_derivatives"):
+        monkeypatch.setattr(trace, name, counted(getattr(trace, name)))
+    return exported
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from gpt import GPT, Config
+from autopar.tools.decoders import Gpt, Sizes
 
-SMALL = Config(vocabulary=64, context=16, width=32, heads=4, layers=2)
+SMALL = Sizes("gpt", layers=2, width=32, heads=4, vocabulary=64, context=16)
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
-def small() -> tuple[GPT, Batch]:
+def small() -> tuple[Gpt, Batch]:
     torch.manual_seed(0)
     tokens = torch.randint(SMALL.vocabulary, (8, SMALL.context + 1))
-    return GPT(SMALL), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return Gpt(SMALL), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def test_a_plan_needs_no_process_group(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ import torch
 import autopar
 from autopar.cost.simulator import interleave, simulate
 from autopar.cost.simulator.step_events import Events
-from autopar.tools.targets import NAMED, Gpt
+from autopar.tools.decoders import Gpt
+from autopar.tools.targets import NAMED
 
 LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp", "atp")
 

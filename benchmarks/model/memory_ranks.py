@@ -26,7 +26,6 @@ from autopar.cost.memory import Recompute
 from autopar.planner.pipelines import memory_by_rank
 from autopar.world import ranks as running
 from benchmarks import models
-from examples.gpt import GPT, Config
 
 Sizes = dict[str, Any]  # of a configuration of transformers
 
@@ -89,17 +88,17 @@ def _tokens(vocabulary: int, batch: int, sequence: int) -> tuple[torch.Tensor, t
 
 
 def gpt() -> Example:
-    return GPT(Config(2048, 128, 256, 8, 4)), _tokens(2048, 16, 128)
+    return models.gpt(2048, 128, 256, 8, 4), _tokens(2048, 16, 128)
 
 
 def wide() -> Example:
     """Weights outweigh activations."""
-    return GPT(Config(1024, 16, 768, 12, 3)), _tokens(1024, 8, 16)
+    return models.gpt(1024, 16, 768, 12, 3), _tokens(1024, 8, 16)
 
 
 def long() -> Example:
     """Activations outweigh weights."""
-    return GPT(Config(1024, 512, 192, 6, 3)), _tokens(1024, 8, 512)
+    return models.gpt(1024, 512, 192, 6, 3), _tokens(1024, 8, 512)
 
 
 def llama() -> Example:

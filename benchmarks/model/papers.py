@@ -21,7 +21,7 @@ from rich.table import Table
 from autopar import Grid2D, Grid25D, World
 from autopar.cost.formula import ELEMENT
 from autopar.ir.mesh import Axis, Mesh
-from autopar.tools.targets import Sizes
+from autopar.tools.decoders import Sizes
 from benchmarks.model.steps import (
     ALPS,
     DGX_A100,

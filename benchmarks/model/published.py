@@ -36,7 +36,7 @@ from torch import nn
 import autopar
 from autopar import Grid4D, World
 from autopar.cost.memory import Recompute
-from autopar.tools.targets import Gpt, Llama, Sizes
+from autopar.tools.decoders import Gpt, Llama, Sizes
 from autopar.world import Device
 from autopar.world.kernel_rates import FLASH_2_ON_A100, FLASH_2_ON_H100, attention_points
 from autopar.world.machines import GPUS, card_a_rank, known, nvlink

@@ -31,7 +31,8 @@ from autopar.cost.pipeline import StageSeconds, simulate_pipeline
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.pipeline_schedule import actions, pipeline_of
-from autopar.tools.targets import NAMED, Gpt, Sizes
+from autopar.tools.decoders import Gpt, Sizes
+from autopar.tools.targets import NAMED
 
 # arXiv 2104.04473, table 1
 MODELS = {

@@ -40,7 +40,8 @@ from autopar.planner.constraint import Constraint
 from autopar.planner.planner import search_plan
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve import best
-from autopar.tools.targets import NAMED, Batch, Sizes, resolve
+from autopar.tools.decoders import Sizes
+from autopar.tools.targets import NAMED, Batch, resolve
 from benchmarks.step_time import cells
 
 ModelAndInputs = tuple[nn.Module, tuple[torch.Tensor, ...]]

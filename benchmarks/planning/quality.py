@@ -51,6 +51,8 @@ from autopar.passes.pass_manager import PassManager
 from autopar.planner.planner import analyse, fastest_plans
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
+from autopar.tools.decoders import GptBlock
+from autopar.tools.targets import NAMED
 from autopar.world import Device, Level, Measured
 from autopar.world.machines import (
     CPU_BYTES_PER_S,
@@ -60,8 +62,8 @@ from autopar.world.machines import (
     GLOO_NETWORK_S,
     GLOO_S,
 )
+from benchmarks.models import SUBJECTS
 from benchmarks.planning.__main__ import ModelAndInputs, chosen, h100, named
-from examples.gpt import GPT, Block, Config
 
 MESH = Mesh.parse("x32.y8")
 PEER_GB, PEER_ONCE_GB = 3.338, 2.954  # with the gathers of the backward, and without
@@ -136,15 +138,14 @@ LINK_BYTES_PER_S = 400e6 / 8
 def gpt2_block() -> ModelAndInputs:
     """One layer at GPT-2's width in float32."""
     with torch.device("meta"):
-        return Block(Config(width=768, heads=12)), (torch.zeros(32, 1024, 768),)
+        return GptBlock(NAMED["gpt2"]), (torch.zeros(32, 1024, 768),)
 
 
 def small_gpt() -> ModelAndInputs:
     """The GPT of the step-time benchmark: 17 M parameters, 67 MB of gradients."""
     with torch.device("meta"):
         tokens = torch.zeros(16, 128, dtype=torch.int64)
-        model = GPT(Config(vocabulary=4096, context=128, width=512, heads=8, layers=4))
-        return model, (tokens, tokens.clone())
+        return SUBJECTS["gpt"].make(), (tokens, tokens.clone())
 
 
 def cluster(link: float = LINK_BYTES_PER_S, node: float = GLOO_BYTES_PER_S) -> World:

@@ -39,7 +39,8 @@ def rows(width: str, ranks: int) -> list[Row]:
 
     import autopar
     from autopar import World
-    from autopar.tools.targets import NAMED, Llama
+    from autopar.tools.decoders import Llama
+    from autopar.tools.targets import NAMED
 
     with torch.device("meta"):
         model = Llama(replace(NAMED[width], layers=LAYERS)).to(torch.bfloat16)

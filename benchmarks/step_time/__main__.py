@@ -122,8 +122,19 @@ def main(arguments: list[str] | None = None) -> int:
     if saved:
         step_pages.draw(short, options.out)
         console.print(step_pages.verdicts(short))
-    if options.docs:
-        step_pages.write(summaries.merge(options.summaries, short), options.docs)
+    if not options.docs:
+        if options.no_run and not saved:
+            console.print(f"[bold red]{path} has no cell[/]: run without --no-run")
+            status = 1
+        return status
+    if not (short or cells.load(options.summaries)["cells"]):
+        console.print(
+            f"[bold red]no page[/]: neither {path} nor {options.summaries} has a cell; run without "
+            "--no-run, with models and contestants of which one can run here",
+            soft_wrap=True,
+        )
+        return 1
+    step_pages.write(summaries.merge(options.summaries, short), options.docs)
     return status
 
 

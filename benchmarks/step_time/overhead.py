@@ -33,10 +33,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.nn import functional as F
 
 import autopar
+from autopar.tools import decoders
+from autopar.tools.decoders import GptAttention, GptBlock, small_weights, split_heads
 from benchmarks.cluster import Shape, launch, stop_on_signals
 from benchmarks.step_time import cells
 from benchmarks.step_time.peers import split
-from examples.gpt import Attention, Block, Config, small_weights
 
 WANTED = 1.03
 HAND, EMITTED, EAGER = "by hand", "emitted", "DTensor eager"
@@ -59,13 +60,13 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-class CoredAttention(Attention):
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+class CoredAttention(GptAttention):
+    def __init__(self, sizes: decoders.Sizes) -> None:
+        super().__init__(sizes)
         self.core = Core()
 
     def forward(self, x: Tensor) -> Tensor:
-        query, key, value = (self.split_heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        query, key, value = (split_heads(y, self.heads) for y in self.qkv(x).chunk(3, dim=-1))
         return self.out(self.core(query, key, value).transpose(1, 2).flatten(2))
 
 
@@ -74,10 +75,10 @@ class Stack(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        config = Config(width=sizes.width, heads=8)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(sizes.layers))
+        block_sizes = decoders.Sizes("gpt", sizes.layers, sizes.width, 8, 256, sizes.sequence)
+        self.blocks = nn.ModuleList(GptBlock(block_sizes) for _ in range(sizes.layers))
         for block in self.blocks:
-            block.attention = CoredAttention(config)
+            block.attention = CoredAttention(block_sizes)
         self.apply(small_weights)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -163,7 +164,7 @@ class _Rows(nn.Module):
 def megatron_by_hand(model: nn.Module) -> nn.Module:
     """Columns then rows in attention and feed-forward; norms and residual stream on all ranks."""
     for block in model.get_submodule("blocks").children():
-        assert isinstance(block, Block)
+        assert isinstance(block, GptBlock)
         block.attention.heads //= dist.get_world_size()
         block.attention.qkv = _Columns(block.attention.qkv, 3)  # type: ignore[assignment]
         block.attention.out = _Rows(block.attention.out)  # type: ignore[assignment]

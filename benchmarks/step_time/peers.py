@@ -31,7 +31,7 @@ import autopar
 from autopar.passes import OPTIONS
 from autopar.planner.request import Layouts
 from autopar.runtime.backends import Overlap
-from autopar.tools.targets import Llama, LlamaAttention
+from autopar.tools.decoders import Llama, LlamaAttention
 from benchmarks.step_time.forced import FORCED
 
 RATE = 1e-3  # of AdamW

@@ -250,7 +250,7 @@ def cell(row: Row, layout: str, reasons: list[str]) -> str:
 def _reference(reason: str, reasons: list[str]) -> str:
     """Return the number of a reason in brackets; the reason joins `reasons` without its remedy."""
     line = " ".join(reason.replace("|", "\\|").replace("<", "&lt;").split())
-    text = line.split("; use ")[0].split(" Check that ")[0]
+    text = re.split("; use | Check that | Try | File ", line)[0]
     if text not in reasons:
         reasons.append(text)
     return f"[{reasons.index(text) + 1}]"

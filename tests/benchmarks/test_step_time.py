@@ -197,6 +197,18 @@ def test_only_cells_that_the_page_lacks_are_run(tmp_path, monkeypatch):
     assert ran == ["llama", "gpt"]  # without the page OUT alone counts
 
 
+@pytest.mark.parametrize("more", [[], ["--docs"]])
+def test_no_cells_are_an_error_that_says_what_to_do(more, tmp_path, monkeypatch, capsys):
+    """As where every cell failed: no page is written."""
+    monkeypatch.setattr(step_time, "stop_on_signals", lambda: None)
+    page, short_file = tmp_path / "page.md", tmp_path / "kept.json"
+    options = [*more, str(page), "--summaries", str(short_file)] if more else []
+    assert step_time.main(["--no-run", "--out", str(tmp_path / "out"), *options]) == 1
+    said = capsys.readouterr().out
+    assert ("has a cell" if more else "has no cell") in said and "without --no-run" in said
+    assert not page.exists() and not short_file.exists()
+
+
 # -- the models ------------------------------------------------------------------------------------
 def test_models_and_batches_are_the_same_on_every_rank():
     subject = SUBJECTS["tiny"]

@@ -107,7 +107,7 @@ def test_a_share_lies_on_lines_between_what_was_measured() -> None:
 @pytest.mark.slow
 def test_search_bound_and_plan_agree_on_it() -> None:
     model, args, _ = models.gpt()
-    program, mesh = analysed(models.Gpt(layers=1), args, {}), Mesh.parse("x2.y2")
+    program, mesh = analysed(models.GptWithLogits(layers=1), args, {}), Mesh.parse("x2.y2")
     plain = World.preset("dgx-h100", 4)
     world = slow_attention(plain)
     exact = search(program, mesh, world, AUTO).seconds
@@ -125,7 +125,7 @@ def test_derived_graphs_take_what_the_plan_says() -> None:
     """Attention that computes for long: what is read and written does not count. Its backward is
     one op, with 2.5 times the FLOPs at another share.
     """
-    model, args = models.Gpt(layers=1), models.gpt()[1]
+    model, args = models.GptWithLogits(layers=1), models.gpt()[1]
     world = slow_attention(WORLD)
     plan = autopar.plan(model, world, args, "megatron", smaller=False)
     run, notes = derived_from(plan), plan.context.program.annotations

@@ -34,8 +34,8 @@ from autopar.errors import WorldError
 from autopar.ir.layout import Traffic
 from autopar.ir.mesh import Mesh
 from autopar.runtime import calibrate_on_ranks
+from autopar.tools.decoders import Gpt, Sizes
 from autopar.world import KINDS, Device, Level, Measured, World
-from gpt import GPT
 from launch import environment
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)
@@ -361,7 +361,8 @@ def test_what_fails_on_all_ranks_is_said_once(tmp_path: Path) -> None:
 def test_a_models_own_products() -> None:
     """qkv, out, up, down, head: as (rows, columns, inner) of one device; attention's are none."""
     with torch.device("meta"):
-        model, tokens = GPT(), torch.zeros(2, 8, dtype=torch.int64)
+        model = Gpt(Sizes("gpt", layers=2, width=64, heads=4, vocabulary=256, context=8))
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
     shapes = {
         (m, n, k)
         for _, m, n, k in calibrate_on_ranks.unsharded_work(model, (tokens, tokens)).matmuls

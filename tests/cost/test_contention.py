@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+import autopar
+import models
 from autopar import World
 from autopar.cost.algorithms import algorithms
 from autopar.cost.calibration import contention
@@ -101,3 +103,13 @@ def test_what_hides_counts_at_least_what_it_takes_from_computing() -> None:
     assert solve.shares(FREE) == solve.SHARES
     assert solve.shares(world(0.2)) == (*solve.SHARES[:-1], 0.2)
     assert solve.shares(world(0.9)) == (0.9,)
+
+
+def test_computing_and_exposed_seconds_of_a_table_add_up_to_the_step() -> None:
+    """What a collective takes from computing beside it is exposed, and is not computing as well."""
+    model, inputs, _ = models.gpt()
+    plan = autopar.plan(model, world(0.5), inputs, "ddp", smaller=False)
+    computed, step = sum(row.computation or 0.0 for row in plan.rows), plan.timeline()
+    assert step.computing > 1.001 * computed, "no collective slowed computing down"
+    exposed = sum(row.exposed or 0.0 for row in plan.rows)
+    assert computed + exposed == pytest.approx(plan.overlapped)

@@ -16,7 +16,6 @@ from autopar.passes.overlap.split_backward import split
 from autopar.passes.stages import Stage, cut
 from autopar.runtime.backends import Scheduled
 from benchmarks import models
-from examples.gpt import GPT, Config
 
 
 def last_stage(model: torch.nn.Module, words: int, within: str, recompute: Any) -> Stage:
@@ -77,7 +76,7 @@ def test_what_is_carried_over_is_what_derived_graphs_carry(
     name: str, within: str, recompute: str
 ) -> None:
     with torch.device("meta"):
-        gpt, llama = GPT(Config(512, 64, 64, 4, 2)), models.llama(512, 64, 64, 4, 2, 176, 2)
+        gpt, llama = models.gpt(512, 64, 64, 4, 2), models.llama(512, 64, 64, 4, 2, 176, 2)
     stage = last_stage(gpt if name == "gpt" else llama, 512, within, recompute)
     program = stage.program
     assert program.plan is not None
@@ -89,7 +88,7 @@ def test_what_is_carried_over_is_what_derived_graphs_carry(
 
 def test_a_stage_that_receives_nothing_runs_its_backward_as_its_second_half() -> None:
     with torch.device("meta"):
-        model = GPT(Config(512, 64, 64, 4, 2))
+        model = models.gpt(512, 64, 64, 4, 2)
     stage = last_stage(model, 512, "ddp", "none")
     program = stage.program
     assert program.plan is not None

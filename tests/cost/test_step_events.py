@@ -115,7 +115,9 @@ def test_a_plan_from_a_file_has_no_timeline(tmp_path: Path) -> None:
 
 def wide(layers: int, layout: Any) -> autopar.Plan:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=4096, sequence=1024, hidden=2048, heads=16, layers=layers)
+        model = models.GptWithLogits(
+            vocabulary=4096, sequence=1024, hidden=2048, heads=16, layers=layers
+        )
         ids = torch.zeros(64, 1024, dtype=torch.long)
     return autopar.plan(model, autopar.World.preset("dgx-h100", 16), (ids, ids), layout=layout)
 

@@ -70,7 +70,7 @@ def derived(layout: str, gloo: bool = True) -> Scheduled:
     """The graphs of a GPT of one layer, as AOTAutograd leaves them. On gloo a reduce-scatter is an
     all-to-all.
     """
-    model, args = models.Gpt(layers=1), models.gpt()[1]
+    model, args = models.GptWithLogits(layers=1), models.gpt()[1]
     return derived_from(
         autopar.plan(model, WORLD, args, LAYOUTS[layout], smaller=False, outputs="sharded"), gloo
     )

@@ -12,7 +12,8 @@ import models
 from autopar.cost.simulator import interleave, simulate, timeline
 from autopar.cost.simulator.engine import Event
 from autopar.passes.interleave import interleave_microbatches
-from autopar.tools.targets import NAMED, Gpt
+from autopar.tools.decoders import Gpt
+from autopar.tools.targets import NAMED
 
 
 @pytest.mark.slow_cells("fsdp")

@@ -16,8 +16,8 @@ from autopar.cost.simulator.graph_events import bytes_of, collective_of, is_wait
 from autopar.cost.simulator.liveness import StepMemory, graph_peak_bytes, saved_by
 from autopar.passes.overlap import DerivedGraph
 from autopar.runtime.backends import Scheduled
+from autopar.tools.decoders import Gpt, Sizes
 from derived import called, passed, placed, value_of
-from examples.gpt import GPT, Config
 
 STORED: frozenset[str] = frozenset({"x0", "x1", "x2", "x3"})
 
@@ -43,7 +43,7 @@ def peak_bytes(run: Scheduled) -> dict[str, float]:
 def test_a_step_holds_what_its_plan_says(recompute: str) -> None:
     """Where weights outweigh activations, a schedule without a bound would hold all gathers."""
     torch.manual_seed(0)
-    model = GPT(Config(256, 16, 256, 4, 2))
+    model = Gpt(Sizes("gpt", layers=2, width=256, heads=4, vocabulary=256, context=16))
     tokens = torch.zeros(8, 16, dtype=torch.int64)
     plan = autopar.plan(model, 4, (tokens, tokens), "fsdp", recompute=recompute, smaller=False)
     assert plan.memory is not None

@@ -20,15 +20,15 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
 from autopar.planner.objective import cost_terms
 from autopar.runtime import lockstep
-from examples.gpt import GPT, Config
+from autopar.tools.decoders import Gpt, Sizes, small_weights
 
-CONFIG = Config(vocabulary=64, context=8, width=32, heads=4, layers=1)
+SIZES = Sizes("gpt", layers=1, width=32, heads=4, vocabulary=64, context=8)
 WIDE = {"reduce_dtype": torch.float32}
 
 
 def gpt(dtype: torch.dtype = torch.bfloat16) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     tokens = torch.zeros(8, 8, dtype=torch.int64)
-    return GPT(CONFIG).to(dtype), (tokens, tokens.clone())
+    return Gpt(SIZES).apply(small_weights).to(dtype), (tokens, tokens.clone())
 
 
 class Casting(nn.Module):

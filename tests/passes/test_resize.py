@@ -25,20 +25,6 @@ from models import Example
 ROWS = 8  # of the models below, and so many are the rows of a table and the heads of a layer
 
 
-@pytest.fixture
-def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models that are exported, one after the other."""
-    exported: list[nn.Module] = []
-    honest = trace.exported_anew
-
-    def counted(model: nn.Module, *args: Any) -> Any:
-        exported.append(model)
-        return honest(model, *args)
-
-    monkeypatch.setattr(trace, "exported_anew", counted)
-    return exported
-
-
 def call_of(example: Example, rows: int) -> Call:
     """A call of an example's model with so many of its rows, again from the first where needed."""
     _, args, kwargs = example

@@ -38,20 +38,6 @@ class Net(nn.Module):
         return z if y is None else self.loss(z, y)
 
 
-@pytest.fixture
-def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    """The models that are exported, one after the other."""
-    exported: list[nn.Module] = []
-    capture = trace.capture
-
-    def counted(model: nn.Module, *args: Any) -> Any:
-        exported.append(model)
-        return capture(model, *args)
-
-    monkeypatch.setattr(trace, "capture", counted)
-    return exported
-
-
 def rows(batch: int = 4) -> Tensor:
     return torch.ones(batch, 8)
 

@@ -30,11 +30,11 @@ def test_two_stages_have_one_border_and_each_its_parameters(program: Program) ->
     first, last = stages.cut(program, ("blocks.2",))
     assert first.receives == last.sends == () and first.sends == last.receives
     assert len(first.sends) == 1 and last.results == (0, 1) and not first.results
-    names = {"blocks.0", "blocks.1", "place"}, {"blocks.2", "blocks.3", "norm"}
+    names = {"blocks.0", "blocks.1", "position"}, {"blocks.2", "blocks.3", "norm"}
     for stage, (own, other) in zip((first, last), (names, names[::-1]), strict=True):
         own_names = stage.parameters
         assert all(any(n.replace(".", "_") in p for p in own_names) for n in own), own_names
-        assert "p_embed_weight" in own_names  # tied: in both
+        assert "p_token_weight" in own_names  # tied: in both
         del other
 
 
@@ -99,9 +99,26 @@ def test_ranks_that_hold_the_same_send_a_slice_each_where_links_are_slow() -> No
     assert words_sent(slow_between(2, 2), "fsdp", models.gpt()) == stream // 2
 
 
+class WithoutNorms(nn.Module):
+    """Four blocks that read the stream without a norm: what they add is parts of a sum there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
 def test_parts_of_sums_are_scattered_as_that_costs_no_more() -> None:
-    stream = ROWS // 4 * TOKENS * WIDTH
-    assert words_sent(8, "megatron", (*gpt(), {}), microbatches=4) == stream // 4
+    stream, inputs = ROWS // 4 * TOKENS * WIDTH, (torch.randn(ROWS, TOKENS, WIDTH),)
+    assert words_sent(8, "megatron", (WithoutNorms(), inputs, {}), microbatches=4) == stream // 4
+    assert words_sent(8, "megatron", (*gpt(), {}), microbatches=4) == stream  # no parts of a sum
 
 
 def test_every_stage_gathers_the_slices_that_it_reads() -> None:
@@ -162,9 +179,9 @@ def test_more_stages_than_blocks_are_refused() -> None:
 @pytest.mark.slow
 def test_a_stage_without_trained_parameters_is_refused() -> None:
     model, inputs = gpt()
-    for module in (model.embed, model.place, model.blocks[0]):
+    for module in (model.token, model.position, model.blocks[0]):
         module.requires_grad_(False)
-    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+    model.head.weight = nn.Parameter(model.token.weight.detach().clone())
     refused(model, inputs, "stage 0 of 4, from the first block on, has no parameter", 4)
 
 

@@ -144,7 +144,7 @@ def test_tied_weights_are_one_input_with_every_name() -> None:
     assert tied.target == "shared.weight"
     assert {"lm_head.weight", "encoder.embed_tokens.weight"} < set(tied.names)
     model, args, kwargs = models.gpt()
-    assert trace(model, args, kwargs).tensors["tokens.weight"] is model.head.weight
+    assert trace(model, args, kwargs).tensors["token.weight"] is model.head.weight
 
 
 def test_inputs_are_in_the_order_of_the_placeholders() -> None:

@@ -79,7 +79,7 @@ def test_a_random_value_is_no_weight() -> None:
 
 
 def test_a_plan_with_its_weights_gathered_once_holds_them_between_microbatches() -> None:
-    model, ids = models.Gpt(), torch.zeros(16, models.SEQUENCE, dtype=torch.long)
+    model, ids = models.GptWithLogits(), torch.zeros(16, models.SEQUENCE, dtype=torch.long)
     plan = autopar.plan(model, 4, (ids, ids), "fsdp", microbatches=4, smaller=False)
     assert plan.gathers_once and plan.context is not None
     memory = peak_and_saved(plan.context.program, "adamw", plan.world)

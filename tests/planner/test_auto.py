@@ -32,9 +32,13 @@ WORLDS = (
 SUBJECTS: dict[str, Callable[[int], models.Example]] = {
     "mlp": lambda batch: (models.Mlp(), (torch.randn(batch, 64), torch.randn(batch, 64)), {}),
     "wide": lambda batch: (models.Mlp(2048, 8192), (torch.randn(batch, 2048),) * 2, {}),
-    "gpt": lambda batch: (models.Gpt(), (torch.zeros(batch, 16, dtype=torch.int64),) * 2, {}),
+    "gpt": lambda batch: (
+        models.GptWithLogits(),
+        (torch.zeros(batch, 16, dtype=torch.int64),) * 2,
+        {},
+    ),
     "gpt 768": lambda batch: (
-        models.Gpt(1024, 128, 768, 12, 2),
+        models.GptWithLogits(1024, 128, 768, 12, 2),
         (torch.zeros(batch, 128, dtype=torch.int64), torch.ones(batch, 128, dtype=torch.int64)),
         {},
     ),

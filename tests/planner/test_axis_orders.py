@@ -62,7 +62,7 @@ def test_the_most_used_sets_share_an_order() -> None:
 @pytest.mark.parametrize("mesh", ["w2.x2.y2.z2", "w2.x4.y2.z4"])
 def test_a_search_among_nesting_orders_is_as_fast(mesh: str) -> None:
     with torch.device("meta"):
-        model = models.Gpt(1024, 128, 768, 12, 1)
+        model = models.GptWithLogits(1024, 128, 768, 12, 1)
     ids = torch.ones(64, 128, dtype=torch.int64)
     program, on, rules = analysed(model, (ids, ids), {}), Mesh.parse(mesh), Constraint("auto")
     world = World.preset("dgx-h100", on.size)

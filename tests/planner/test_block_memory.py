@@ -25,7 +25,7 @@ from autopar.world import World
 
 WORLD = World.preset("dgx-h100", ranks=4)
 MODELS: dict[str, Any] = {
-    "gpt": lambda: (models.Gpt(layers=10).train(), (models.gpt()[1], {})),
+    "gpt": lambda: (models.GptWithLogits(layers=10).train(), (models.gpt()[1], {})),
     "llama": lambda: _hugging_face(models.llama(num_hidden_layers=10)),
     "gemma2": lambda: _hugging_face(models.gemma2(num_hidden_layers=19)),
     "t5": lambda: _hugging_face(models.t5(num_layers=10)),

@@ -110,7 +110,7 @@ def test_search_equals_an_integer_program(
 ) -> None:
     """One block, with embedding, head and loss, written down from the prices alone."""
     monkeypatch.setattr(models, "LAYERS", 1)
-    model = models.Gpt(layers=1)
+    model = models.GptWithLogits(layers=1)
     ids = models.token_ids()
     program = analysed(*((model, (ids, ids), {}) if name == "gpt" else getattr(models, name)()))
     parsed = Mesh.parse(mesh)

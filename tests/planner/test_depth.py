@@ -93,7 +93,7 @@ def program_of(model: nn.Module, args: Any, options: Any = None) -> Program:
 
 def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
     if name == "gpt":
-        model, (args, kwargs) = models.Gpt(layers=LAYERS).train(), (models.gpt()[1], {})
+        model, (args, kwargs) = models.GptWithLogits(layers=LAYERS).train(), (models.gpt()[1], {})
     else:
         model, args, kwargs = models.llama(num_hidden_layers=LAYERS)
     world = World.preset("dgx-h100", ranks=ranks)
@@ -217,7 +217,7 @@ def worked_out(program: Program, plan: Plan, limit: float) -> float:
 @pytest.mark.slow
 def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
     """The plan still fits what there is: a block or two more are dropped."""
-    program = program_of(models.Gpt(layers=LAYERS).train(), models.gpt()[1])
+    program = program_of(models.GptWithLogits(layers=LAYERS).train(), models.gpt()[1])
     limit = 0.7 * needs(program, "fsdp", "auto")
     plan = search_plan(program, TWO, PlanRequest("fsdp", budget=Budget(limit))).plan
     assert plan is not None and plan.memory is not None

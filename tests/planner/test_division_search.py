@@ -24,7 +24,7 @@ WORLD = autopar.World.preset("dgx-h100", 4)
 @functools.cache
 def planned(layout: str, count: int, **more: Any) -> autopar.Plan:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
+        model = models.GptWithLogits(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
         ids = torch.zeros(32, 128, dtype=torch.long)
     return autopar.plan(
         model, WORLD, (ids, ids), layout, microbatches=count, smaller=False, outputs="sharded",
@@ -48,7 +48,7 @@ def test_figures_of_microbatches_agree_with_one_another(layout: str) -> None:
 def test_every_gradient_is_alive_between_microbatches(ranks: int) -> None:
     """Those that no ranks sum, too: all of one rank's, those of weights that megatron splits."""
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
+        model = models.GptWithLogits(vocabulary=1024, sequence=128, hidden=256, heads=4, layers=2)
         ids = torch.zeros(32, 128, dtype=torch.long)
     layout = "megatron" if ranks > 1 else "auto"
     plan = autopar.plan(
@@ -104,7 +104,7 @@ def test_scattered_sums_come_in_every_microbatch_where_they_have_no_room() -> No
 @pytest.mark.slow
 def test_microbatches_are_taken_before_blocks_are_computed_again() -> None:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=256, sequence=512, hidden=1024, heads=8, layers=2)
+        model = models.GptWithLogits(vocabulary=256, sequence=512, hidden=1024, heads=8, layers=2)
         ids = torch.zeros(64, 512, dtype=torch.long)
     free = autopar.plan(model, WORLD, (ids, ids), "ddp", smaller=False)
     limit = 0.7 * free.peak_bytes / 0.92
@@ -214,7 +214,7 @@ def test_divisions_share_their_traces(monkeypatch: pytest.MonkeyPatch) -> None:
         return before(module, args, kwargs)
 
     monkeypatch.setattr(trace, "trace", counted)
-    model = models.Gpt(vocabulary=64, sequence=16, hidden=32, heads=4, layers=4)
+    model = models.GptWithLogits(vocabulary=64, sequence=16, hidden=32, heads=4, layers=4)
     ids = torch.zeros(8, 16, dtype=torch.long)
     plan = autopar.plan(
         model, 4, (ids, ids), Stages(within="ddp"), microbatches="auto", smaller=False
@@ -244,7 +244,7 @@ def test_numbers_of_stages_that_are_refused_are_passed_over() -> None:
 
 def test_auto_plans_a_pipeline_over_slow_links() -> None:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=64, sequence=64, hidden=512, heads=4, layers=2)
+        model = models.GptWithLogits(vocabulary=64, sequence=64, hidden=512, heads=4, layers=2)
         ids = torch.zeros(4, 64, dtype=torch.long)
     plan = autopar.plan(model, EMULATED, (ids, ids), microbatches="auto", smaller=False)
     whole = autopar.plan(model, EMULATED, (ids, ids), smaller=False)
@@ -256,7 +256,7 @@ def test_auto_plans_a_pipeline_over_slow_links() -> None:
 @pytest.mark.slow
 def test_a_schedule_that_is_left_open_is_the_fastest() -> None:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=64, sequence=64, hidden=512, heads=4, layers=4)
+        model = models.GptWithLogits(vocabulary=64, sequence=64, hidden=512, heads=4, layers=4)
         ids = torch.zeros(8, 64, dtype=torch.long)
     plans = [
         autopar.plan(model, 2, (ids, ids), layout, smaller=False, microbatches=4)

@@ -202,7 +202,7 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
 @pytest.mark.slow
 def test_what_leans_on_overlap_is_tried_under_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
-    gpt, inputs = models.Gpt(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
+    gpt, inputs = models.GptWithLogits(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
     traced_gpt, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
     others = solve.Contenders(
         solve.search_meshes(traced_gpt, world, PlanRequest("ddp")),

@@ -21,9 +21,11 @@ WORLD = autopar.World.preset("dgx-h100", 4)
 RESERVED = 0.92  # of a device's memory is for the step
 
 
-def gpt_of(layers: int) -> tuple[models.Gpt, torch.Tensor]:
+def gpt_of(layers: int) -> tuple[models.GptWithLogits, torch.Tensor]:
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=256, sequence=512, hidden=512, heads=8, layers=layers)
+        model = models.GptWithLogits(
+            vocabulary=256, sequence=512, hidden=512, heads=8, layers=layers
+        )
         return model, torch.zeros(32, 512, dtype=torch.long)
 
 
@@ -69,7 +71,7 @@ def _four() -> list[list[str]]:
 
 
 def test_stages_of_equal_blocks_look_alike() -> None:
-    model, ids = models.Gpt(layers=4), torch.zeros(16, models.SEQUENCE, dtype=torch.long)
+    model, ids = models.GptWithLogits(layers=4), torch.zeros(16, models.SEQUENCE, dtype=torch.long)
     plan = autopar.plan(model, WORLD, (ids, ids), Stages(4, "ddp"), microbatches=4, smaller=False)
     assert plan.context is not None
     stages = cut(plan.context.program, plan.stage_starts)

@@ -46,7 +46,7 @@ def against(single: tuple[Tensor, dict[str, Tensor]], par: Any, inputs: Any, run
 
 def small() -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    return models.Gpt(layers=1), example("gpt")[1]
+    return models.GptWithLogits(layers=1), example("gpt")[1]
 
 
 def trained_case(name: str, layout: Any, backend: Any, overlap: bool, **more: Any) -> Facts:

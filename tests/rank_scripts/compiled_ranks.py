@@ -92,7 +92,7 @@ def by_name() -> Facts:
 
 def small(dropout: float = 0.0) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    return models.Gpt(layers=1, dropout=dropout), models.gpt()[1]
+    return models.GptWithLogits(layers=1, dropout=dropout), models.gpt()[1]
 
 
 def layouts() -> Facts:

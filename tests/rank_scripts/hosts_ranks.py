@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import autopar
+from autopar.tools.decoders import Gpt, Sizes, small_weights
 from autopar.world import ranks
 from benchmarks.cluster import sent_bytes
-from gpt import GPT, Config
 
 STEPS, BATCH = 3, 8
-SMALL = Config(vocabulary=32, context=16, width=64, heads=4, layers=1)
+SMALL = Sizes("gpt", layers=1, width=64, heads=4, vocabulary=32, context=16)
 
 
 def losses(model: nn.Module) -> list[float]:
@@ -40,7 +40,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())  # rank 0's weights are taken
-    model = GPT(SMALL)
+    model = Gpt(SMALL).apply(small_weights)
     tokens = torch.zeros(BATCH, SMALL.context, dtype=torch.int64)
     par = autopar.parallelize(copy.deepcopy(model), inputs=(tokens, tokens), layout="fsdp")
     before = sent_bytes()

@@ -5,6 +5,7 @@ ranks, and compares with one device.
 from __future__ import annotations
 
 import copy
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +20,10 @@ from autopar import Grid4D, Grid25D, Stages
 from autopar.ops.links import Links
 from autopar.runtime.training.adapters import require_parallel
 from benchmarks.models import llama
+from models import GptWithLogits
 from on_ranks import Facts, caught, run_everywhere
 from priced import slow_between
-from stage_models import GPT, TOKENS, WIDTH, WORDS, gpt
+from stage_models import HEADS, TOKENS, WIDTH, WORDS, gpt
 
 STEPS = 3
 TASKS: dict[str, tuple[Stages, int | Literal["auto"]]] = {
@@ -73,7 +75,7 @@ def example(task: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 
 def results(output: Any) -> tuple[Tensor, ...]:
-    """What a model returns: the loss and more, or the loss alone."""
+    """What a model returns, the loss last, or the loss alone."""
     return output if isinstance(output, tuple) else (output,)
 
 
@@ -103,7 +105,7 @@ def parity(task: str) -> Facts:
     for step in range(STEPS):
         ours.zero_grad()
         theirs.zero_grad()
-        loss, right = results(par(*inputs))[0], results(single(*inputs))[0]
+        loss, right = results(par(*inputs))[-1], results(single(*inputs))[-1]
         loss.backward()
         right.backward()
         errors[f"loss {step}"] = apart(loss.detach(), right.detach())
@@ -148,7 +150,7 @@ def around() -> Facts:
     model, inputs = gpt()
     par = autopar.parallelize(model, None, inputs, layout=Stages(2, "fsdp"), microbatches=4)
     optimizer = torch.optim.AdamW(groups(par), lr=1e-2)
-    par(*inputs)[0].backward()
+    par(*inputs)[1].backward()
     optimizer.step()
     optimizer.zero_grad()
     autopar.Checkpoints(folder / "run", model=par, optimizer=optimizer).save(1)
@@ -156,7 +158,7 @@ def around() -> Facts:
     plain = par.unshard()
     assert plain is not None
     after = {name: x.detach().clone() for name, x in plain.named_parameters()}
-    par(*inputs)[0].backward()
+    par(*inputs)[1].backward()
     optimizer.step()
     second = {name: x.detach() for name, x in par.unshard().named_parameters()}
 
@@ -166,7 +168,7 @@ def around() -> Facts:
         "step": autopar.Checkpoints(folder / "run", model=other, optimizer=theirs).load()
     }
     facts["loaded"] = max(apart(gather(p), after[n]) for n, p in other.named_parameters())
-    other(*inputs)[0].backward()
+    other(*inputs)[1].backward()
     theirs.step()
     facts["goes on"] = max(apart(gather(p), second[n]) for n, p in other.named_parameters())
 
@@ -179,16 +181,17 @@ def around() -> Facts:
     other.load_weights(folder / "files")
     facts["files in stages"] = max(apart(gather(p), after[n]) for n, p in other.named_parameters())
 
-    other.load_state_dict({**after, "head.weight": after["embed.weight"]})
+    other.load_state_dict({**after, "head.weight": after["token.weight"]})
     facts["whole states"] = max(apart(gather(p), after[n]) for n, p in other.named_parameters())
     next(other.parameters()).requires_grad_(False)
     facts["frozen"] = caught(lambda: other(*inputs))
 
     torch.set_default_dtype(torch.float64)  # in which numbers are drawn
     torch.manual_seed(3)
-    drawn = GPT(tied=False)
+    untied = functools.partial(GptWithLogits, WORDS, TOKENS, WIDTH, HEADS, layers=4, tied=False)
+    drawn = untied()
     with torch.device("meta"):
-        empty = GPT(tied=False)
+        empty = untied()
     par = autopar.parallelize(empty, None, inputs, layout=Stages(2, "fsdp"), microbatches=4)
     torch.manual_seed(3)
     par.init_weights()
@@ -196,13 +199,13 @@ def around() -> Facts:
     facts["first numbers"] = max(apart(gather(p), expected[n]) for n, p in par.named_parameters())
     facts["stats"] = par.stats() is None
     facts["refused"] = caught(lambda: require_parallel(par, "Trainer"))
-    facts["compiled"] = apart(torch.compile(par, backend="eager")(*inputs)[0], par(*inputs)[0])
+    facts["compiled"] = apart(torch.compile(par, backend="eager")(*inputs)[1], par(*inputs)[1])
     with par.no_sync():
-        par(*inputs)[0].backward()
-    par(*inputs)[0].backward()
+        par(*inputs)[1].backward()
+    par(*inputs)[1].backward()
     once = {n: gather(p.grad) for n, p in par.named_parameters() if p.grad is not None}
     par.zero_grad()
-    par(*inputs)[0].backward()
+    par(*inputs)[1].backward()
     facts["no_sync"] = max(
         apart(once[n], 2 * gather(p.grad)) for n, p in par.named_parameters() if p.grad is not None
     )
@@ -212,8 +215,8 @@ def around() -> Facts:
 def groups(module: nn.Module) -> list[dict[str, Any]]:
     """Groups of parameters for an optimizer, the first of which the last stage has nothing of."""
     named = [(n, p) for n, p in module.named_parameters()]
-    first = [p for n, p in named if n.startswith("place")]
-    return [{"params": first}, {"params": [p for n, p in named if not n.startswith("place")]}]
+    first = [p for n, p in named if n.startswith("position")]
+    return [{"params": first}, {"params": [p for n, p in named if not n.startswith("position")]}]
 
 
 # By task: the schedule with its rounds, another one, and micro-batches that do not divide.
@@ -260,7 +263,7 @@ def faults(task: str) -> Facts:
     for rows in (8, 6):  # the planned call, and one with other rows than the parts divide
         for module in (par, single):
             module.zero_grad()
-            results(module(*(x[:rows] for x in inputs)))[0].backward()
+            results(module(*(x[:rows] for x in inputs)))[-1].backward()
         expected = dict(single.named_parameters(remove_duplicate=False))
         facts[f"{rows} rows"] = max(
             apart(gather(p.grad), expected[name].grad, 1e-6)  # type: ignore[arg-type]

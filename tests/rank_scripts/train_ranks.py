@@ -172,7 +172,7 @@ def parity(name: str) -> Facts:
 def grids() -> Facts:
     """Layouts of several axes against one device, on eight ranks; one layer is enough."""
     _, inputs = example("gpt")
-    model = models.Gpt(layers=1)
+    model = models.GptWithLogits(layers=1)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     return {str(layout): one_layout(model, inputs, layout, single) for layout in ON_EIGHT}
 
@@ -278,18 +278,18 @@ def failing() -> Facts:
     rank, size = dist.get_rank(), dist.get_world_size()
     model, inputs = example("gpt")
     odd = {"layers": 3} if rank == 1 else {}
-    other = models.Gpt(**odd)
+    other = models.GptWithLogits(**odd)
 
-    class Broken(models.Gpt):
+    class Broken(models.GptWithLogits):
         def forward(self, ids: Tensor, labels: Tensor) -> Any:
             raise ArithmeticError("rank 1 cannot")
 
-    broken = Broken() if rank == 1 else models.Gpt()
+    broken = Broken() if rank == 1 else models.GptWithLogits()
     longer = (inputs[0].repeat(2, 1), inputs[1].repeat(2, 1)) if rank == 1 else inputs
     plan = autopar.plan(model, size, inputs, layout="ddp")
     late = copy.deepcopy(model)
     if rank == 1:
-        late.positions = nn.Embedding(7, models.HIDDEN)
+        late.position = nn.Embedding(7, models.HIDDEN)
     wrong_plan = autopar.plan(model, size, inputs, layout="fsdp" if rank == 1 else "ddp")
     attempts: dict[str, Callable[[], Any]] = {
         "another model": lambda: autopar.parallelize(other, None, inputs),
@@ -315,7 +315,7 @@ def failing() -> Facts:
 def scheduled() -> Facts:
     """Scheduled and not, from the same plan: to the bit? And ranks whose orders differ."""
     _, inputs = example("gpt")
-    model = models.Gpt(layers=1)
+    model = models.GptWithLogits(layers=1)
     facts: Facts = {}
     for layout in ("fsdp", "4d"):
         plan = autopar.plan(model, autopar.World.of(None), inputs, layout=layout)

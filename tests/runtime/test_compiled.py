@@ -48,7 +48,7 @@ def test_a_plain_script_trains_by_name_on_two_ranks(tmp_path: Path) -> None:
     assert facts["ranks"] == 2 and facts["stored"] == ["I"]
     assert not {"I", "R"} >= set(facts["split"])  # work is divided
     assert set(facts["returned"]) <= {"I", "R"}
-    assert {"tokens.weight", "blocks.1.attention.qkv.weight"} <= set(facts["names"])
+    assert {"token.weight", "blocks.1.attention.qkv.weight"} <= set(facts["names"])
     assert any("blocks.1" in name for name in facts["subgraphs"])  # repeated blocks are known
 
 

@@ -58,7 +58,7 @@ aten = torch.ops.aten
 NAMED = {"ddp": 2, "fsdp": 2, "megatron": 2, "megatron-sp": 2, "4d": 4, "2.5d": 4}
 
 
-class Gpt(models.Gpt):
+class GptWithMean(models.GptWithLogits):
     """With a mean, so that there is a divisor, next to the loss that divides by itself."""
 
     def forward(self, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -70,7 +70,7 @@ class Gpt(models.Gpt):
 def gpt() -> Subject:
     torch.manual_seed(0)
     sizes = {"vocabulary": 24, "sequence": 8, "hidden": 24, "heads": 4}
-    model = Gpt(**sizes, layers=1, dropout=0.2).train()
+    model = GptWithMean(**sizes, layers=1, dropout=0.2).train()
     ids = torch.randint(0, 24, (8, 8))
     return subject(model, (ids, models.ignore_some(ids.roll(-1, 1))))
 

@@ -19,7 +19,7 @@ from autopar.ir.sharding_rule import TABLE, OpShardingRule
 from autopar.ops import autograd, comm, local
 from autopar.planner import confirm
 from autopar.planner.bounds.option_costs import OptionCosts
-from autopar.tools.targets import Llama, Sizes
+from autopar.tools.decoders import Llama, Sizes
 from odd_models import ODD, Simple, rows, sequences
 from plans import random_plan, subject
 

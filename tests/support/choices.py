@@ -50,7 +50,7 @@ def ids(batch: int, sequence: int) -> torch.Tensor:
 def gpt(layers: int, batch: int) -> Build:
     def build() -> tuple[Any, Any]:
         with torch.device("meta"):
-            model = models.Gpt(1024, 128, 768, 12, layers)
+            model = models.GptWithLogits(1024, 128, 768, 12, layers)
         return model, (ids(batch, 128), ids(batch, 128))
 
     return build

@@ -25,7 +25,9 @@ FOUR = autopar.World.of(4)
 def scheduled(layout: Any, layers: int = 2, ranks: int = 8) -> Scheduled:
     """The graphs of a GPT wide enough for its products to matter; no tensor has storage."""
     with torch.device("meta"):
-        model = models.Gpt(vocabulary=4096, sequence=512, hidden=1024, heads=8, layers=layers)
+        model = models.GptWithLogits(
+            vocabulary=4096, sequence=512, hidden=1024, heads=8, layers=layers
+        )
         ids = torch.zeros(64, 512, dtype=torch.long)
     world = autopar.World.preset("dgx-h100", ranks)
     plan = autopar.plan(model, world, (ids, ids), layout, outputs="sharded")

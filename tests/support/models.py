@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.tools.decoders import Gpt, Sizes
+
 BATCH, SEQUENCE, HIDDEN, HEADS, VOCABULARY, LAYERS = 16, 16, 64, 8, 128, 2
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -28,40 +30,8 @@ class Mlp(nn.Module):
         return F.mse_loss(self.down(F.gelu(self.up(x))), target)
 
 
-class Attention(nn.Module):
-    """Causal self-attention with one fused weight for q, k and v (rows: 3, heads, features)."""
-
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.out = nn.Linear(hidden, hidden)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(x).split(hidden, dim=2)
-        shape = (batch, sequence, self.heads, hidden // self.heads)
-        q, k, v = (t.view(shape).transpose(1, 2) for t in (q, k, v))
-        p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
-        return self.out(y.transpose(1, 2).contiguous().view(batch, sequence, hidden))
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, heads, dropout)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-        self.drop = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.drop(self.attention(self.ln_1(x)))
-        return x + self.drop(self.down(F.gelu(self.up(self.ln_2(x)))))
-
-
-class Gpt(nn.Module):
-    """A plain GPT whose output weight is tied to its embedding. Returns (logits, loss)."""
+class GptWithLogits(Gpt):
+    """The GPT with its output's weight tied to its embedding, which returns (logits, loss)."""
 
     def __init__(
         self,
@@ -71,21 +41,16 @@ class Gpt(nn.Module):
         heads: int = HEADS,
         layers: int = LAYERS,
         dropout: float = 0.0,
+        tied: bool = True,
     ) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, hidden)
-        self.positions = nn.Embedding(sequence, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads, dropout) for _ in range(layers))
-        self.ln = nn.LayerNorm(hidden)
-        self.head = nn.Linear(hidden, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
+        sizes = Sizes("gpt", layers, hidden, heads, vocabulary, sequence, tied=tied)
+        super().__init__(sizes, dropout)
 
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.ln(x))
-        return logits, F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    def forward(  # type: ignore[override]
+        self, tokens: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.logits(tokens)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def token_ids(vocabulary: int = VOCABULARY, sequence: int = SEQUENCE) -> torch.Tensor:
@@ -107,7 +72,7 @@ def mlp() -> Example:
 
 def gpt(dropout: float = 0.0) -> Example:
     torch.manual_seed(0)
-    model = Gpt(dropout=dropout).train()
+    model = GptWithLogits(dropout=dropout).train()
     ids = token_ids()
     return model, (ids, ignore_some(ids.roll(-1, 1))), {}
 

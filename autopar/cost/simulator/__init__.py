@@ -249,13 +249,15 @@ class Timeline(Seen):
 
     @cached_property
     def by_chain(self) -> dict[str, list[float]]:
-        """For every chain the seconds of computation, of communication as it ran, and exposed. A
-        bucket's seconds are divided among chains by their bytes in it.
+        """For every chain the seconds of computation, of communication as it ran, and exposed. What
+        a collective takes from computation that it runs beside is exposed, so that computation and
+        exposed add up to the step. A bucket's seconds are divided among chains by their bytes in
+        it.
         """
         by_chain: dict[str, list[float]] = defaultdict(lambda: [0.0] * 3)
         for event, span in zip(self.events, self._ran, strict=True):
-            if not event.lane and span.seconds:
-                by_chain[event.chain][0] += span.seconds
+            if not event.lane and event.seconds:
+                by_chain[event.chain][0] += event.seconds
             for member in (event.members or (event,)) if event.lane else ():
                 share = member.bytes / event.bytes if event.members else 1.0
                 by_chain[member.chain][1] += share * span.seconds

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from autopar import _compat, api
 from autopar.ops import process_groups
 from autopar.planner.request import Grid, Grid4D
-from autopar.tools.targets import Gpt, GptAttention, Sizes
+from autopar.tools.decoders import Gpt, GptAttention, Sizes
 from autopar.world import ranks
 from autopar.world.ranks import names_of
 
