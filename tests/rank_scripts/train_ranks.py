@@ -186,7 +186,7 @@ def context(name: str, layout: Layouts) -> Facts:
 
 def one_layout(model: nn.Module, inputs: Any, layout: Layouts, single: tuple[Any, ...]) -> Facts:
     par = autopar.parallelize(model, None, inputs, layout=layout, outputs="sharded")
-    whole_logits = joined(called(par, inputs)[1].detach(), output_layout(par))
+    whole_logits = joined(called(par, inputs)[1].detach(), output_layout(par, single[1]))
     own = par.shard(*inputs) if isinstance(inputs, tuple) else par.shard(**inputs)[1]
     own_loss = float(called(par, own)[0])
     full = called(par, inputs)[1].full_tensor()
@@ -210,9 +210,10 @@ def one_layout(model: nn.Module, inputs: Any, layout: Layouts, single: tuple[Any
     }
 
 
-def output_layout(par: Any) -> Layout:
-    """Of the one output that is not a scalar."""
-    (layout,) = (layout for layout in par.plan.outputs.values() if layout.shape)
+def output_layout(par: Any, whole: Tensor) -> Layout:
+    """Of the one output with the shape of this one."""
+    layouts = par.plan.outputs.values()
+    (layout,) = (layout for layout in layouts if layout.shape == tuple(whole.shape))
     return layout
 
 
