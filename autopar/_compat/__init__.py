@@ -248,7 +248,7 @@ def exported_with(
     """The exported program with another graph, which has placeholders and results of the same
     names, and with these constants.
     """
-    module = torch.fx.GraphModule(program.graph_module, graph)
+    module = LazyGraphModule(program.graph_module, graph)
     return program._update(module, program.graph_signature, constants=constants)
 
 

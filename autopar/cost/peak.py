@@ -67,13 +67,27 @@ class LifetimeRecorder(TorchDispatchMode):
         self.moment = 0
         self.lifetimes: list[_Lifetime] = []
         self.current: dict[int, _Lifetime] = {}
+        self._known: dict[Any, _NewTensors] = {}  # results of ops, by what they were called with
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.moment += 1
-        result = func(*args, **(kwargs or {}))
+        result = self._result(func, args, kwargs or {})
         for tensor in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self.note(tensor)
+        return result
+
+    def _result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an op gives. Kernels of the meta device in Python take long, so an op that
+        makes new tensors is run once for operands of the same shapes and strides.
+        """
+        key = _key_of_call(func, args, kwargs)
+        fresh = None if key is None else self._known.get(key)
+        if fresh is not None:
+            return fresh.again()
+        result = func(*args, **kwargs)
+        if key is not None and (fresh := _NewTensors.of(result, (args, kwargs))) is not None:
+            self._known[key] = fresh
         return result
 
     def note(self, tensor: Tensor) -> _Lifetime:
@@ -96,6 +110,78 @@ class LifetimeRecorder(TorchDispatchMode):
     def run_backward(self, outputs: Sequence[Any]) -> None:
         """Run the backward of these outputs."""
         _backward(outputs)
+
+
+_Facts = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides
+
+
+class _NewTensors(NamedTuple):
+    """New tensors of the meta device that an op gave: their facts, or None, and how they come."""
+
+    facts: tuple[_Facts | None, ...]
+    kind: type
+
+    @classmethod
+    def of(cls, result: Any, arguments: Any) -> _NewTensors | None:
+        """Return what a result is; None where it is no new tensor, or several in one storage."""
+        values = result if type(result) in (tuple, list) else (result,)
+        operands = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+        storages = {id(x.untyped_storage()) for x in operands}
+        facts: list[_Facts | None] = []
+        for value in values:
+            if value is None:
+                facts.append(None)
+                continue
+            if type(value) is not Tensor or not value.is_meta or value.layout != torch.strided:
+                return None
+            own = torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=META
+            ).untyped_storage()
+            storage = value.untyped_storage()
+            if id(storage) in storages or storage.nbytes() != own.nbytes():
+                return None
+            storages.add(id(storage))
+            facts.append((tuple(value.shape), value.stride(), value.dtype))
+        return cls(tuple(facts), type(result) if type(result) in (tuple, list) else Tensor)
+
+    def again(self) -> Any:
+        """Return such tensors anew."""
+        values = [
+            None
+            if fact is None
+            else torch.empty_strided(fact[0], fact[1], dtype=fact[2], device=META)
+            for fact in self.facts
+        ]
+        return values[0] if self.kind is Tensor else self.kind(values)
+
+
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format)  # fmt: skip
+
+
+def _key_of_call(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what two calls of an op have in common that give the same new tensors; None of one
+    that writes, or may return an operand or a view of it, or has operands that are not compared.
+    """
+    schema = func._schema
+    if schema.is_mutable or any(each.alias_info for each in schema.returns):
+        return None
+    key: list[Any] = [func]
+    values = [*args, *(item for pair in kwargs.items() for item in pair)]
+    while values:
+        value = values.pop()
+        if isinstance(value, Tensor):
+            if not value.is_meta or value.layout != torch.strided or value.is_complex():
+                return None
+            key.append((value.shape, value.stride(), value.dtype))
+        elif type(value) in (list, tuple):
+            key.append(len(value))
+            values.extend(value)
+        elif type(value) in _PLAIN:
+            key.append((type(value), value))
+        else:
+            return None
+    return tuple(key)
 
 
 class _Shapes:

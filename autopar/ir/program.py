@@ -278,15 +278,15 @@ def check_choices(program: Program) -> None:
             assert entry.node in program.plan.stored, (
                 f"choose left parameter {entry.target} without a stored layout"
             )
+    nodes = {node.name: node for node in program.module.graph.nodes}
     for name, choice in program.plan.choices.items():
-        for layout, shape in zip(choice.results, _shapes(program, name), strict=True):
+        for layout, shape in zip(choice.results, _shapes(nodes[name]), strict=True):
             assert layout.shape == shape and layout.mesh == program.plan.mesh, (
                 f"{name} of shape {shape} is to lie as ({layout}) of {layout.shape} on mesh "
                 f"{layout.mesh}, the plan's is {program.plan.mesh}"
             )
 
 
-def _shapes(program: Program, name: str) -> list[tuple[int, ...]]:
+def _shapes(node: fx.Node) -> list[tuple[int, ...]]:
     """Return the shapes of a node's tensor results."""
-    node = next(n for n in program.module.graph.nodes if n.name == name)
     return [shape_of(v) for v in results_of(node) if hasattr(v, "shape")]

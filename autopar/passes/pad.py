@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload
+from autopar._compat import LazyGraphModule, OpOverload
 from autopar.ir.dim_roles import dim_kinds
 from autopar.ir.graph import add_call, add_node, copy_graph, producer, weights_of
 from autopar.ir.padding import Pad, padded_shape, unpadded_shape
@@ -523,7 +523,7 @@ class _Padding:
         )
         return dataclasses.replace(
             self.program,
-            module=fx.GraphModule(self.program.module, self.graph),
+            module=LazyGraphModule(self.program.module, self.graph),
             signature=dataclasses.replace(self.program.signature, outputs=renamed),
             annotations=None,
             chains=(),

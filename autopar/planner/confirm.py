@@ -88,11 +88,13 @@ def finish_plan(
     world: World,
     request: PlanRequest,
     microbatches: Microbatches | None = None,
+    fitted: Program | None = None,
 ) -> Plan:
     """Return the plan with its figures and the context that `apply` needs. Without a budget in
-    the request no limit applies: the plan was made to fit before.
+    the request no limit applies: the plan was made to fit before. `fitted`: what `fit_to_memory`
+    returned for this plan, where it was called already.
     """
-    program = fit_to_memory(manager, source, chosen, world, request)
+    program = fitted or fit_to_memory(manager, source, chosen, world, request)
     assert program.plan is not None and program.annotations is not None
     plan = dataclasses.replace(
         summary_rows(

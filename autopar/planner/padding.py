@@ -139,6 +139,39 @@ def search_with_rows_padded(search: Search, program: Program, plan: Plan) -> Pro
     return wide if fitted and _plan(wide).seconds < _plan(best).seconds else best
 
 
+def searched_in_paddings(
+    search: Callable[[Program], Program | None], program: Program, plan: Plan, ranks: int
+) -> Program | None:
+    """Return the annotated program of a further call, padded where `plan` stores padded parameters,
+    with the plan that `search` gives; where it gives none, with the rows of the batch padded to a
+    multiple of `ranks`. None where it gives none for these, or no op could carry that padding.
+    """
+    sizes = _sizes_of(program, plan)
+    rows = {n: size for n, size in _rows_for(program, ranks).items() if n not in sizes}
+    wide = sizes | rows
+    for each in (sizes, wide) if rows and paddable(program, wide) == wide else (sizes,):
+        planned = search(_annotated(program, each) if each else program)
+        if planned is not None:
+            return _with_notes(planned, program, each)
+    return None
+
+
+def _rows_for(program: Program, ranks: int) -> Sizes:
+    """Return the atoms of the batch with the next size that so many ranks divide, if they do not
+    divide it as it is, and it does not grow too much.
+    """
+    notes = program.annotations
+    assert notes is not None
+    if notes.batch is None or notes.batch.opaque or not notes.batch.size % ranks:
+        return {}
+    padded = _multiple(notes.batch.size, ranks)
+    return (
+        dict.fromkeys(dim_kinds(program).batch, padded)
+        if padded <= _MOST * notes.batch.size
+        else {}
+    )
+
+
 def _searched(search: Search, program: Program, sizes: Sizes) -> Program:
     """Return the program with this padding and the plan of a search, which says what is padded."""
     padded = _annotated(program, sizes) if sizes else program

@@ -30,6 +30,7 @@ from autopar.planner.bound import bound
 from autopar.planner.confirm import finish_plan
 from autopar.planner.constraint import Constraint
 from autopar.planner.fit import fit
+from autopar.planner.former_choices import with_former_choices
 from autopar.planner.microbatch_plans import may_gather_once, plan_of_microbatch
 from autopar.planner.padding import search_with_padding, search_with_rows_padded
 from autopar.planner.pipelines import fit_in_stages, of_one_stage, require_microbatches
@@ -120,12 +121,14 @@ def choose_plan(
 
 
 def choose_on_stored(manager: PassManager, program: Program, world: World, plan: Plan) -> Program:
-    """Return the program, of the same model in another call, with the fastest plan that stores its
-    parameters as `plan` does, on the same mesh. What `plan`'s layout asks of the model is dropped.
+    """Return the program, of the same model in another call, with a plan that stores its parameters
+    as `plan` does, on the same mesh: with the choices of `plan`, where they are legal at these
+    sizes, else the fastest one, of which nothing is asked that `plan`'s layout asks.
     """
 
     def choose(program: Program) -> Program:
-        return search_with_rows_padded(search, program, plan)
+        carried = with_former_choices(program, world, plan)
+        return carried or search_with_rows_padded(search, program, plan)
 
     def search(program: Program) -> Program:
         constraint = Constraint(plan.layout, stored=plan.stored)

@@ -290,7 +290,8 @@ class PlanRequest:
     computation, else by the sum of their seconds. `outputs`: "replicated" on all ranks, or
     "sharded" as they are computed. `replicated_parameters`: parameters are stored unsharded.
     `microbatches`: of a step, one after the other. `stages`: of a pipeline, each of which `layout`
-    and `budget` are for. `plan_strided_from`: `strided_from` of a plan from a file.
+    and `budget` are for. `plan_strided_from`: `strided_from` of a plan from a file,
+    or of another call.
     `seeks_microbatches`: other numbers of micro-batches are tried, so that none is a remedy.
     """
 
@@ -313,7 +314,9 @@ class PlanRequest:
         >>> [PlanRequest(name).strided_from for name in ("cp", "auto", "fsdp")]
         [2, 8192, None]
         """
-        return self.plan_strided_from if self.layout is None else _strided_from(self.layout)
+        if self.layout is None or self.plan_strided_from is not None:
+            return self.plan_strided_from
+        return _strided_from(self.layout)
 
     @property
     def recompute(self) -> str:

@@ -36,6 +36,7 @@ from autopar.passes.interleave import interleave_microbatches
 from autopar.passes.pass_manager import PassManager
 from autopar.planner.confirm import finish_plan, fit_to_memory
 from autopar.planner.edit import check_edits, compare_figures
+from autopar.planner.former_choices import NOTE as FORMER_CHOICES
 from autopar.planner.objective import cost_terms
 from autopar.planner.padding import check_layout, with_padding_of
 from autopar.planner.pipelines import fit_in_stages, in_stages, require_microbatches
@@ -211,6 +212,7 @@ def plan_on_rank_0(
         return finish_plan(pipeline, source, chosen, world, inner, microbatches)
 
     choose = partial(choose_plan, pipeline, program, world)
+    fitted: list[Program] = []  # by rank 0
 
     def search() -> Plan | None:
         if known is not None:
@@ -221,7 +223,8 @@ def plan_on_rank_0(
             if request.stages is not None:
                 return fit_in_stages(choose, finish_stage, request)[0]
             best = choose(request)
-        return fit_to_memory(pipeline, source, best, world, request).plan
+        fitted.append(fit_to_memory(pipeline, source, best, world, request))
+        return fitted[0].plan
 
     best_plan = ranks.together("searching", lambda: store.done_on_rank_0(search))
     data = ranks.from_rank_0(best_plan.to_json() if best_plan is not None else None)
@@ -230,7 +233,16 @@ def plan_on_rank_0(
     without_budget = dataclasses.replace(request, budget=None)
 
     def finish() -> Plan:
-        plan = finish_plan(pipeline, source, program, world, without_budget, microbatches)
+        as_shared = [
+            dataclasses.replace(own, plan=shared_plan)
+            for own in fitted
+            if own.plan is not None and shared_plan.decides_as(own.plan)
+        ]
+        plan = finish_plan(
+            pipeline, source, program, world, without_budget, microbatches, *as_shared
+        )
+        if like is not None and plan.mesh.axes and not shared_plan.bound:
+            plan = dataclasses.replace(plan, notes=(*plan.notes, FORMER_CHOICES))
         searched = shared_plan if shared_plan.stage_starts else None  # with its stages
         return in_stages(plan, request, like or searched)
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.planning.rows                      # gpt2, and eight blocks of llama3-8b
     python -m benchmarks.planning.rows --model gpt2 --ranks 8
+    python -m benchmarks.planning.rows --search             # other choices are searched for each
 
 A row is a call: the first one is traced and searched, the others come on its mesh and stored
-layouts, as `par(batch)` plans them, with the graph of the first one at their own size. Models are
-on the meta device; no ranks run.
+layouts, as `par(batch)` plans them, with the graph of the first one at their own size and, where
+these are legal, its choices. Models are on the meta device; no ranks run.
 """
 
 from __future__ import annotations
@@ -33,31 +34,35 @@ BLOCKS = 8  # of llama3-8b
 
 
 class Row(NamedTuple):
-    """The CPU seconds that planning a call of so many rows takes."""
+    """The CPU seconds that planning a call of so many rows takes, and those of its modelled step,
+    with every collective waited for.
+    """
 
     rows: int
     seconds: float
+    step: float
 
 
-def rows(name: str, ranks: int, blocks: int | None = None) -> Iterator[Row]:
-    """Plan a model at 16 rows, then at others."""
+def rows(name: str, ranks: int, blocks: int | None = None, search: bool = False) -> Iterator[Row]:
+    """Plan a model at 16 rows, then at others; with `search` each of them is searched."""
     target, world = _target(name, ranks, 16), World.preset("dgx-h100", ranks)
     if blocks is not None:
         target.model.blocks = target.model.blocks[:blocks]  # type: ignore[index]
     first, seconds = _timed(lambda: autopar.plan(target.model, world, target.inputs, smaller=False))
-    yield Row(16, seconds)
+    yield Row(16, seconds, first.seconds)
     stored = _with_stored_layouts(first)
+    stored = dataclasses.replace(stored, context=None) if search else stored
     for count in ROWS:
         inputs = _target(name, ranks, count).inputs
         request = PlanRequest.like(
             first, "auto", Budget(first.device_limit, first.optimizer, "auto")
         )
-        _, seconds = _timed(
+        plan, seconds = _timed(
             lambda inputs=inputs, request=request: plan_on_rank_0(  # type: ignore[misc]
                 target.model, first.world, inputs, request, stored
             )
         )
-        yield Row(count, seconds)
+        yield Row(count, seconds, plan.seconds)
 
 
 def _target(name: str, ranks: int, count: int) -> Target:
@@ -84,14 +89,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model")
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--search", action="store_true", help="search for other choices")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     models = [("gpt2", None), ("llama3-8b", BLOCKS)]
     for name, blocks in [(options.model, None)] if options.model else models:
         print(f"{name}{f' of {blocks} blocks' if blocks else ''} on {options.ranks} ranks")
-        for row in rows(name, options.ranks, blocks):
-            print(f"  {row.rows:3} rows: {row.seconds:5.2f} CPU s")
+        for row in rows(name, options.ranks, blocks, options.search):
+            step = f"a step of {row.step * 1e3:.3f} ms"
+            print(f"  {row.rows:3} rows: {row.seconds:5.2f} CPU s, {step}")
 
 
 if __name__ == "__main__":

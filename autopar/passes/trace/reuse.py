@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -39,6 +39,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import (
     FakeTensor,
+    LazyGraphModule,
     OpOverload,
     apply_function,
     exporting,
@@ -281,7 +282,7 @@ def traced_before(
 
 def _copy(program: Program, tensors: dict[str, torch.Tensor]) -> Program:
     """Return the program with a graph of its own and these tensors."""
-    module = fx.GraphModule(program.module, copy_graph(program.module.graph))
+    module = LazyGraphModule(program.module, copy_graph(program.module.graph))
     return replace(program, module=module, tensors=tensors)
 
 

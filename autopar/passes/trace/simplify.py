@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload, pytree, strict_fake_mode, version_of
+from autopar._compat import OpOverload, has_kernel, pytree, strict_fake_mode, version_of
 from autopar.ir.sharding_rule import bound
 
 aten = torch.ops.aten
@@ -333,18 +334,43 @@ def secretly_written(graph: fx.Graph) -> dict[OpOverload, fx.Node]:
     not say so, each with a node that calls it.
     """
     writers: dict[OpOverload, fx.Node] = {}
-    seen: set[object] = set()
     for node in graph.nodes:
-        if isinstance(node.target, OpOverload) and not node.target._schema.is_mutable:
-            signature = (node.target, str(fx.map_arg((node.args, node.kwargs), lambda n: None)))
-            if signature not in seen and _writes(node.target, node):
-                writers[node.target] = node
-            seen.add(signature)
+        op = node.target
+        if not isinstance(op, OpOverload) or op._schema.is_mutable or not _may_be_composite(op):
+            continue
+        signature = (op, _flags(node))
+        if signature not in _WRITES:
+            writes = _writes(op, node)
+            if writes is None:
+                continue
+            _WRITES[signature] = writes
+        if _WRITES[signature]:
+            writers.setdefault(op, node)
     return writers
 
 
-def _writes(op: OpOverload, node: fx.Node) -> bool:
-    """Whether an operator writes into an operand: fake tensors count in-place changes."""
+_WRITES: dict[tuple[OpOverload, str], bool] = {}  # of composite operators, whatever the sizes are
+
+
+def _flags(node: fx.Node) -> str:
+    """Return a call's arguments in words, but for tensors and numbers: which there are."""
+
+    def kind(value: Any) -> Any:
+        return type(value).__name__ if type(value) in (int, float) else value
+
+    return str(pytree.tree_map(kind, fx.map_arg((node.args, node.kwargs), lambda n: "tensor")))
+
+
+@cache
+def _may_be_composite(op: OpOverload) -> bool:
+    """Whether there may be something to decompose an operator into."""
+    return has_kernel(op, "CompositeImplicitAutograd") or bool(op.py_kernels)
+
+
+def _writes(op: OpOverload, node: fx.Node) -> bool | None:
+    """Whether an operator writes into an operand: fake tensors count in-place changes. None where
+    it does not run.
+    """
     operands: dict[fx.Node, Any] = {}
 
     def fake(value: torch.Tensor) -> torch.Tensor:
@@ -359,6 +385,6 @@ def _writes(op: OpOverload, node: fx.Node) -> bool:
             args, kwargs = fx.map_arg((node.args, node.kwargs), stand_in)
             op.decompose(*args, **kwargs)  # does nothing where there is nothing to decompose
         except Exception:  # a shape that depends on the data: refused later on, by its line
-            return False
+            return None
     leaves = pytree.tree_leaves(operands)
     return any(isinstance(x, torch.Tensor) and version_of(x) > 0 for x in leaves)
