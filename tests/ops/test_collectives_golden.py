@@ -26,6 +26,7 @@ from autopar.planner.bounds.option_costs import OptionCosts
 from autopar.planner.request import Grid2D, Grid4D, Grid25D, Layouts
 from autopar.runtime import lockstep
 from autopar.runtime.verify import _Rank
+from autopar.tools.decoders import GptBlock, Sizes
 from golden import BACKWARD, BATCH, CASES, FORWARD, SEQUENCE, Line, e, h, i, k, m, v
 from moe_models import GShard
 
@@ -58,7 +59,7 @@ class Block(nn.Module):
     def __init__(self, heads: int = 8) -> None:
         super().__init__()
         self.tokens = nn.Embedding(v, h)
-        self.block = models.Block(h, heads, dropout=0.0)
+        self.block = GptBlock(Sizes("gpt", 1, h, heads, v, SEQUENCE))
 
     def forward(self, ids: Tensor, target: Tensor) -> Tensor:
         return ((self.block(self.tokens(ids)) - target) ** 2).mean()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -123,7 +124,7 @@ EDITS: dict[str, Callable[[Net], Any]] = {
 }
 
 
-NUMBERS = ("attribute", "global")  # which the exported graph is given as those of other sizes
+NUMBERS = ("attribute", "dict", "global")  # which the exported graph is given as other sizes are
 
 
 @pytest.mark.slow_cells("dict", "submodule", "forward")
@@ -146,6 +147,9 @@ def test_a_changed_model_is_traced_again(change: str, exports: list[nn.Module]) 
     paths = [str(node.meta.get("nn_module_stack")) for node in after.module.graph.nodes]
     unlike = fingerprint(before) != fingerprint(after) or before.signature != after.signature
     assert unlike or (change == "path" and any("drop.0" in path for path in paths))
+    if change in NUMBERS:
+        exported = trace.trace(copy.deepcopy(model), inputs)
+        assert len(exports) == 2 and fingerprint(after) == fingerprint(exported)
 
 
 CALLS: dict[str, tuple[tuple[Any, ...], Any]] = {

@@ -61,8 +61,9 @@ def bounded(name: str, model: Program, world: World) -> tuple[list[Candidate], l
 
 @pytest.mark.slow
 def test_the_shortest_step_comes_first() -> None:
+    """Also of those at the end, which are not simulated as they could hardly be the fastest."""
     steps = [simulate.simulate_plan(rival.program, WORLD) for rival in several()]
-    assert steps == sorted(steps) and len(steps) > 1
+    assert steps[0] == min(steps) and len(steps) > 1
 
 
 @pytest.mark.slow
