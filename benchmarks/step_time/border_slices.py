@@ -38,7 +38,7 @@ def pair(subject: Subject, world: autopar.World, microbatches: int) -> dict[str,
         plan = autopar.Plan.load(file)
     assert plan.slices_borders, "slices are modelled to be slower here"
     plan = dataclasses.replace(plan, slices_borders=False)
-    return {"slices": sliced, "whole": autopar.parallelize(model, None, batch, layout=plan)}
+    return {"slices": sliced, "whole": autopar.apply(model, plan, batch)}
 
 
 def seconds(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> float:
