@@ -28,7 +28,9 @@ from benchmarks.models import SUBJECTS, Subject
 LAYOUT = autopar.Stages(2, "megatron")
 
 
-def pair(subject: Subject, world: autopar.World, microbatches: int) -> dict[str, nn.Module]:
+def pair(
+    subject: Subject, world: autopar.World, microbatches: int
+) -> dict[str, autopar.ParallelModule]:
     """The model with border tensors in slices, and whole."""
     model, (batch,) = subject.model(), subject.batches(1)
     sliced = autopar.parallelize(model, world, batch, layout=LAYOUT, microbatches=microbatches)
