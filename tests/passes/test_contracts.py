@@ -103,6 +103,7 @@ def planned(program: Program, **edits: Any) -> Program:
 
 
 def without(table: dict[Any, Any], key: Any) -> dict[Any, Any]:
+    assert key in table, key
     return {k: v for k, v in table.items() if k != key}
 
 
@@ -159,7 +160,7 @@ def choice_forgotten(program: Program) -> Program:
 
 
 def parameter_stored_nowhere(program: Program) -> Program:
-    return planned(program, stored=without(program.plan.stored, "p_ln_weight"))
+    return planned(program, stored=without(program.plan.stored, "p_norm_weight"))
 
 
 def choice_on_another_mesh(program: Program) -> Program:
@@ -278,7 +279,7 @@ BROKEN: list[tuple[str, Callable[[Program], Program], str]] = [
     ("chains", node_in_two_chains, "a node is in two chains"),
     ("chains", node_in_no_chain, "a searched node is in no chain"),
     ("choose", choice_forgotten, "choose left gelu without a layout"),
-    ("choose", parameter_stored_nowhere, "parameter ln.weight without a stored layout"),
+    ("choose", parameter_stored_nowhere, "parameter norm.weight without a stored layout"),
     ("choose", choice_on_another_mesh, r"gelu of shape \(16, 16, 256\) .* on mesh z8, the plan's"),
     ("rewrite", one_input_less, "placeholders and signature differ"),
     ("rewrite", partial_output, "output .* is partial"),
