@@ -216,7 +216,7 @@ def plan_on_rank_0(
 
     def search() -> Plan | None:
         if known is not None:
-            return known
+            return _as_searched(program, known, world)
         if like is not None:
             best = choose_on_stored(pipeline, program, world, _by_placeholder(like, program))
         else:
@@ -247,6 +247,17 @@ def plan_on_rank_0(
         return in_stages(plan, request, like or searched)
 
     return ranks.together("rewriting", finish)
+
+
+def _as_searched(program: Program, plan: Plan, world: World) -> Plan:
+    """Return a finished plan of the annotated program with the seconds and the bound that a search
+    gives, of one micro-batch without what runs twice: `finish_plan` adds the rest.
+    """
+    seconds = sum(cost_terms(with_padding_of(program, plan), plan, world).values())
+    bound = plan.bound
+    if plan.microbatches > 1 and plan.seconds:
+        bound *= seconds / plan.seconds
+    return dataclasses.replace(plan, seconds=seconds, bound=bound)
 
 
 def _by_placeholder(plan: Plan, program: Program) -> Plan:

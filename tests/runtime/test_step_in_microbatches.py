@@ -6,6 +6,11 @@ from typing import Any
 
 import pytest
 
+import autopar
+import models
+from autopar.cost.memory import Recompute
+from autopar.planner.request import PlanOptions
+from autopar.runtime.apply import plan_on_rank_0
 from launch import launched
 
 LAUNCHES = [
@@ -81,3 +86,18 @@ def test_what_a_step_in_microbatches_cannot_do_is_refused(others: Any) -> None:
         assert another in of_rank["said"]["another_result"]
         assert twice in of_rank["said"]["twice"]
         assert "PlanError: a timeline is read off one forward" in of_rank["said"]["timeline"]
+
+
+@pytest.mark.parametrize(("microbatches", "recompute"), [(1, "full"), (4, "full"), (2, "none")])
+def test_a_plan_that_was_searched_before_has_the_same_figures(
+    microbatches: int, recompute: Recompute
+) -> None:
+    """With open micro-batches rank 0 searches first; all ranks then finish what it found."""
+    model, inputs, _ = models.gpt()
+    world, how = autopar.World.of(4), {"microbatches": microbatches, "recompute": recompute}
+    plan = autopar.plan(model, world, inputs, "fsdp", **how)  # type: ignore[arg-type]
+    request = PlanOptions("fsdp", recompute=recompute).request(world).divided(microbatches)
+    again = plan_on_rank_0(model, world, inputs, request, known=plan)
+    assert again.seconds == pytest.approx(plan.seconds, rel=1e-12)
+    assert again.bound == pytest.approx(plan.bound, rel=1e-12)
+    assert again.overlapped == plan.overlapped and again.peak_bytes == plan.peak_bytes
