@@ -173,9 +173,9 @@ def slice_borders(program: Program, firsts: Sequence[str]) -> Program:
             if home.get(user, 0) > home[node]:
                 wanted = user.meta["layout"] if user in reshards else node.meta["layout"]
                 users.setdefault((home[user], wanted), []).append(user)
-        own = emitter.resharded(node, layout, node, after=True)
+        own = emitter.resharded(node, layout, like=node, before=node.next)
         for (_, wanted), later in users.items():
-            gathered = emitter.resharded(own, wanted, later[0], after=False)
+            gathered = emitter.resharded(own, wanted, like=later[0], before=later[0])
             for user in later:
                 if user in reshards:
                     user.replace_all_uses_with(gathered)
@@ -216,23 +216,23 @@ class _Slices:
         self._wide = source.annotations.reduce_dtype
         self._inputs = list(source.signature.inputs)
 
-    def resharded(self, x: fx.Node, target: Layout, near: fx.Node, after: bool) -> fx.Node:
-        """Return x in another layout, emitted after the node `near` or before it, in its block."""
+    def resharded(self, x: fx.Node, target: Layout, like: fx.Node, before: fx.Node) -> fx.Node:
+        """Return x in another layout, in the same block as `like`, emitted `before` a node."""
         graph = x.graph
         value = x.meta["value" if "value" in x.meta else "value_inside"]
         element = self.source.element(value, x.meta["dtype"].itemsize)
         keys = ("stack_trace", "source", "dtype")
         described: dict[str, Any] = {key: x.meta[key] for key in keys if key in x.meta}
         described["value"] = value
-        described["chain"] = near.meta.get("chain", "")
+        described["chain"] = like.meta.get("chain", "")
         for step in reshard_steps(x.meta["layout"], target):
-            with graph.inserting_after(near) if after else graph.inserting_before(near):
+            with graph.inserting_before(before):
                 levels = hierarchies(step, element, self._world)
                 wide = self._wide if element.gradient > element.bytes else None
                 node = emit_step(graph, x, step, self._coordinate, levels, wide)
             node.meta.update(described, layout=step.after, step=step, element=element)
             node.meta["custom"] = {"node": node.name, "module": described["chain"]}
-            x, near = node, node if after else near
+            x = node
         return x
 
     def _coordinate(self, axis: str) -> fx.Node:

@@ -225,11 +225,11 @@ def in_stages(plan: Plan, request: PlanRequest, like: Plan | None = None) -> Pla
     alone = dataclasses.replace(plan, interleaved=False, context=None)
     full = dataclasses.replace(context.program, plan=alone)
     limit = _limit(request)
+    slices = False
     if like is not None and like.slices_borders:
-        full = stage_graphs.slice_borders(full, like.stage_starts)
+        full, slices = stage_graphs.slice_borders(full, like.stage_starts), True
     runs = _runs(full, context.source.module.graph, requested, like, limit)
     run, memory = _fastest_that_fits(runs, limit)
-    slices = like is not None and like.slices_borders
     if like is None:
         sliced = stage_graphs.slice_borders(full, run.starts)
         faster = None if sliced is full else _faster(run, sliced, limit)

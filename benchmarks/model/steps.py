@@ -29,7 +29,7 @@ from autopar.cost.communication import collective_cost
 from autopar.cost.formula import Formula, Term
 from autopar.cost.pipeline import StageSeconds, simulate_pipeline
 from autopar.ir.layout import Traffic
-from autopar.ir.mesh import Axis, Mesh
+from autopar.ir.mesh import Axis, Mesh, factorings
 from autopar.ir.pipeline_schedule import actions, pipeline_of
 from autopar.tools.decoders import Gpt, Sizes
 from autopar.tools.targets import NAMED
@@ -181,17 +181,6 @@ def grids(job: Job, smallest: int) -> list[Grid4D]:
         if x * y * z >= smallest and job.batch % (data * z) == 0 and fits:
             candidates.append(Grid4D(x=x, y=y, z=z, data=data))
     return candidates
-
-
-def factorings(ranks: int, parts: int) -> list[tuple[int, ...]]:
-    if parts == 1:
-        return [(ranks,)]
-    return [
-        (d, *rest)
-        for d in range(1, ranks + 1)
-        if ranks % d == 0
-        for rest in factorings(ranks // d, parts - 1)
-    ]
 
 
 # -- memory ----------------------------------------------------------------------------------------

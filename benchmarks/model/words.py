@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from sympy import Expr, Rational, Symbol
 
+from autopar.ir.mesh import factorings
 from benchmarks.model import formulas as f
 from benchmarks.model.formulas import Words, lower_bound
 
@@ -40,17 +41,6 @@ class Layout:
     words: Words
     axes: tuple[Symbol, ...]
     grids: Callable[[int], Iterable[Grid]]
-
-
-def factorings(ranks: int, axes: int) -> Iterator[Grid]:
-    """Every way to write `ranks` as a product of so many axis sizes; 1 is a size."""
-    if axes == 1:
-        yield (ranks,)
-        return
-    for size in range(1, ranks + 1):
-        if ranks % size == 0:
-            for rest in factorings(ranks // size, axes - 1):
-                yield (size, *rest)
 
 
 def squares(ranks: int) -> Iterator[Grid]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autopar
+import models
 from autopar.passes import trace
 from autopar.passes.trace import reuse
 from autopar.planner.plan_context import fingerprint
@@ -75,16 +76,6 @@ def test_what_is_done_to_a_program_does_not_reach_the_next(exports: list[nn.Modu
 class Tripled(nn.GELU):
     def forward(self, x: Tensor) -> Tensor:
         return 3 * super().forward(x)
-
-
-class Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return 5 * grads[0]
 
 
 def replaced_forward(model: Net) -> None:
@@ -182,7 +173,7 @@ class Doubtful(nn.Module):
         if self.how == "constant":
             return self.up(x + BIAS)
         if self.how == "function":
-            return self.up(Identity.apply(x))
+            return self.up(models.Fivefold.apply(x))
         if self.how == "checkpoint":
             return checkpoint(self.up, x, use_reentrant=True)  # type: ignore[no-any-return]
         return self.up(x)
@@ -207,7 +198,7 @@ def test_a_custom_function_that_comes_later_is_seen(exports: list[nn.Module]) ->
     model.up.register_forward_pre_hook(lambda module, args: (model.first(args[0]),))
     model.first = multiply  # type: ignore[assignment]
     before = trace.trace(model, (rows().requires_grad_(),))
-    model.first = Identity.apply  # type: ignore[assignment]
+    model.first = models.Fivefold.apply  # type: ignore[assignment]
     after = trace.trace(model, (rows().requires_grad_(),))
     assert len(exports) == 2 and fingerprint(before) != fingerprint(after)
 

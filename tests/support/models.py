@@ -255,3 +255,15 @@ def vit(dropout: float = 0.0) -> Example:
     )
     inputs = {"pixel_values": torch.randn(BATCH, 3, 32, 32), "labels": torch.arange(BATCH) % 32}
     return ViTForImageClassification(config).train(), (), inputs
+
+
+class Fivefold(torch.autograd.Function):
+    """Gives what it takes; its backward, unlike the derivative, is five times the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return 5 * grads[0]
