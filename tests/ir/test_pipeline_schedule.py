@@ -17,15 +17,21 @@ from autopar.ir.pipeline_schedule import (
 )
 
 CASES = [
-    (name, pipeline_of(name, ranks, rounds), microbatches)
+    pytest.param(
+        name,
+        pipeline_of(name, ranks, rounds),
+        microbatches,
+        marks=[pytest.mark.slow] * (ranks > 8),
+        id=f"{name}, {ranks} ranks, {rounds} rounds, {microbatches} micro-batches",
+    )
     for name, known in SCHEDULES.items()
-    for ranks in (2, 4)
+    for ranks in (2, 4, 8, 16, 32, 64)
     for rounds in (1, 2, 3)
-    for microbatches in (4, 8)
+    for microbatches in ((4, 8) if ranks <= 4 else (ranks, 3 * ranks // 2, 2 * ranks))
     if known.least_rounds <= rounds <= (known.most_rounds or rounds)
-    if (name, ranks, microbatches) != ("dualpipev", 4, 4)  # which has at least as many as stages
+    if name != "dualpipev" or microbatches >= ranks * rounds  # at least as many as stages
 ]
-IN_HALVES = [case for case in CASES if SCHEDULES[case[0]].splits]
+IN_HALVES = [case for case in CASES if SCHEDULES[case.values[0]].splits]
 
 
 @pytest.mark.parametrize(("name", "pipeline", "microbatches"), CASES)
@@ -47,8 +53,52 @@ def test_every_forward_and_backward_runs_once_and_the_step_ends(
     assert step.seconds >= 3.0 * microbatches * pipeline.rounds  # that many seconds a rank computes
 
 
+@pytest.mark.parametrize(("name", "pipeline", "microbatches"), CASES)
+def test_a_rank_holds_as_many_activations_as_its_schedule_says(
+    name: str, pipeline: Pipeline, microbatches: int
+) -> None:
+    """PipeDream-Flush holds as many as there are ranks from this one on; interleaved 1F1B warms up
+    with twice as many more as there are ranks after it (arXiv 2104.04473, section 2.2) and zero
+    bubble with as many; a V holds on every rank what the first one does under 1F1B.
+    """
+    ranks, rounds = pipeline.ranks, pipeline.rounds
+    all_of_them = microbatches * rounds
+    earlier = (rounds - 1) * (microbatches // max(1, microbatches // ranks))
+    for rank, own in enumerate(actions(name, pipeline, microbatches)):
+        after = ranks - 1 - rank
+        bound = {
+            "gpipe": all_of_them,
+            "looped-bfs": all_of_them,
+            "1f1b": after + 1,
+            "interleaved": earlier + 2 * after + 1,
+            "zero-bubble": earlier + after + 1,
+            "zbv": min(2 * ranks, microbatches + 1 + rank),
+            "dualpipev": 2 * ranks + 1,
+        }[name]
+        in_flight = most = 0
+        for action in own:
+            in_flight += {"F": 1, "W": 0}.get(action.kind, -1)
+            most = max(most, in_flight)
+        assert most == min(bound, all_of_them), (rank, most)
+
+
 @pytest.mark.parametrize(
-    ("name", "pipeline", "microbatches"), [c for c in IN_HALVES if c[1].rounds > 1]
+    ("name", "pipeline", "microbatches"), [case for case in CASES if case.values[0] != "zbv"]
+)
+def test_the_bubble_does_not_grow_with_the_micro_batches(
+    name: str, pipeline: Pipeline, microbatches: int
+) -> None:
+    """Where the two halves of a backward take as long as a forward: of zero bubble and DualPipeV
+    one forward for each rank after the first, of the others three.
+    """
+    stages = [StageSeconds(1.0, 2.0, inputs=1.0, weights=1.0)] * pipeline.stages
+    step = simulate_pipeline(pipeline, actions(name, pipeline, microbatches), stages)
+    wait = step.seconds - 3.0 * microbatches * pipeline.rounds
+    assert wait == (pipeline.ranks - 1) * (1 if SCHEDULES[name].splits else 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "pipeline", "microbatches"), [c for c in IN_HALVES if c.values[1].rounds > 1]
 )
 def test_schedules_in_two_halves_are_those_of_torch(
     name: str, pipeline: Pipeline, microbatches: int
