@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import models
 from autopar import RankError
 from autopar.cost import peak as peaks
 from autopar.ir.mesh import Mesh
+from autopar.ir.pipeline_schedule import SCHEDULES
 from autopar.ops import collectives, comm
 from autopar.ops.collectives import groups_of
 from autopar.runtime import lockstep
@@ -99,9 +101,9 @@ def test_no_thread_is_left_when_python_ends(tmp_path: Path, end: str) -> None:
 
 # -- ranks that are killed, stopped or one call ahead: the others say which, where, and soon -------
 KILLED = ("forward", "backward", "emitted forward", "emitted backward")
-IN_HALVES = tuple(name for name in TASKS if name.startswith(("zero-bubble", "zbv", "dualpipev")))
-QUICK_HALF = "zero-bubble, killed"
-LATE = tuple(n for n in TASKS if n not in {*KILLED, "stopped", *IN_HALVES} - {QUICK_HALF})
+IN_STEP = tuple(name for name in TASKS if name.startswith(tuple(SCHEDULES)))
+QUICK_STEP = "zero-bubble, killed"
+LATE = tuple(n for n in TASKS if n not in {*KILLED, "stopped", *IN_STEP} - {QUICK_STEP})
 
 
 def outcomes(folder: Path, *names: str) -> dict[str, list[Any]]:
@@ -120,9 +122,9 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def in_halves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    others = [name for name in IN_HALVES if name != QUICK_HALF]
-    return outcomes(tmp_path_factory.mktemp("halves"), *others)
+def in_step(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    others = [name for name in IN_STEP if name != QUICK_STEP]
+    return outcomes(tmp_path_factory.mktemp("step"), *others)
 
 
 COLLECTIVE = {  # of a node, over an axis, of a module
@@ -161,18 +163,19 @@ def test_a_stopped_rank_is_named_within_the_timeout(tmp_path: Path) -> None:
     [
         "stage, killed",
         "stage, stopped",
-        *(pytest.param(n, marks=() if n == QUICK_HALF else pytest.mark.slow) for n in IN_HALVES),
+        *(pytest.param(n, marks=() if n == QUICK_STEP else pytest.mark.slow) for n in IN_STEP),
     ],
 )
 def test_a_rank_that_is_gone_from_a_stage_is_named(
     request: pytest.FixtureRequest, name: str
 ) -> None:
-    fixture = "late" if name in LATE else "in_halves"
-    *others, gone = request.getfixturevalue(fixture)[name]
-    assert gone is None
-    for rank in others:
+    size, _, task = TASKS[name]
+    everyone = request.getfixturevalue("late" if name in LATE else "in_step")[name]
+    gone = task.keywords.get("gone", size - 1) if isinstance(task, partial) else size - 1
+    assert everyone[gone] is None
+    for rank in (*everyone[:gone], *everyone[gone + 1 :]):
         assert rank["seen"].startswith("RankError: "), rank
-        assert f"nothing is heard of rank {len(others)} any more" in rank["seen"], rank
+        assert f"nothing is heard of rank {gone} any more" in rank["seen"], rank
         assert rank["seconds"] < TIMEOUT + 15, rank
 
 

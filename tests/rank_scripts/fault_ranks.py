@@ -91,17 +91,19 @@ def killed(rank: int, plan: Any, phase: str, **options: Any) -> Any:
     loss.backward()
 
 
-def gone_in_weights(rank: int, plan: Any, signal_number: int) -> Any:
-    """The last rank is killed or stopped where it begins the second part of a backward."""
+def gone_in(rank: int, plan: Any, action: str, signal_number: int, gone: int | None = None) -> Any:
+    """A rank is killed or stopped in the schedule, where it begins an action: a method of _Step.
+    `gone`: the rank, the last one if None.
+    """
     par = parallel(plan)
-    weights = stages_run._Step.weights
+    method = getattr(stages_run._Step, action)
 
-    def gone(self: Any, action: Any) -> None:
-        if rank == plan.ranks - 1:
+    def begins(self: Any, action: Any) -> None:
+        if rank == (plan.ranks - 1 if gone is None else gone):
             os.kill(os.getpid(), signal_number)
-        weights(self, action)
+        method(self, action)
 
-    stages_run._Step.weights = gone  # type: ignore[method-assign]
+    setattr(stages_run._Step, action, begins)
     yield
     for _ in range(2):
         par(rows()).backward()
@@ -129,8 +131,10 @@ def ahead(rank: int, plan: Any, calls: int) -> Any:
         time.sleep(PATIENCE)
 
 
-KILLED_IN_W = partial(gone_in_weights, signal_number=signal.SIGKILL)
-STOPPED_IN_W = partial(gone_in_weights, signal_number=signal.SIGSTOP)
+KILLED_IN_B = partial(gone_in, action="backward", signal_number=signal.SIGKILL)
+STOPPED_IN_F = partial(gone_in, action="forward", signal_number=signal.SIGSTOP)
+KILLED_IN_W = partial(gone_in, action="weights", signal_number=signal.SIGKILL)
+STOPPED_IN_W = partial(gone_in, action="weights", signal_number=signal.SIGSTOP)
 TASKS: dict[str, tuple[int, Any, Task]] = {
     "forward": (3, "fsdp", partial(killed, phase="forward")),
     "backward": (3, "fsdp", partial(killed, phase="backward")),
@@ -145,6 +149,14 @@ TASKS: dict[str, tuple[int, Any, Task]] = {
     "zbv, stopped": (4, Stages(2, "fsdp", "zbv", 2), STOPPED_IN_W),
     "zbv of 4, killed": (4, Stages(4, "ddp", "zbv", 2), KILLED_IN_W),
     "dualpipev, killed": (2, Stages(2, "ddp", "dualpipev", 2), KILLED_IN_W),
+    "1f1b, killed first": (4, Stages(4, "ddp"), partial(KILLED_IN_B, gone=0)),
+    "1f1b, killed between": (4, Stages(4, "ddp"), partial(KILLED_IN_B, gone=1)),
+    "1f1b, stopped between": (4, Stages(4, "ddp"), partial(STOPPED_IN_F, gone=2)),
+    "interleaved, stopped first": (
+        4,
+        Stages(2, "fsdp", "interleaved", 2),
+        partial(STOPPED_IN_F, gone=1),
+    ),
     "killed, compared": (2, "ddp", partial(killed, phase="forward", calls=1)),
     "a call more": (2, "ddp", partial(ahead, calls=4)),
     "a call more, compared": (2, "ddp", partial(ahead, calls=1)),

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
-from autopar import Grid4D, Grid25D, Stages
+import models
+from autopar import Grid4D, Grid25D, GridEP, Stages
 from autopar.ops.links import Links
 from autopar.runtime.training.adapters import require_parallel
 from benchmarks.models import llama
 from models import GptWithLogits
+from moe_models import mixtral
 from on_ranks import Facts, caught, run_everywhere
 from priced import slow_between
-from stage_models import HEADS, TOKENS, WIDTH, WORDS, gpt
+from stage_models import HEADS, TOKENS, WIDTH, WORDS, InFloat64, gpt
 
 STEPS = 3
 TASKS: dict[str, tuple[Stages, int | Literal["auto"]]] = {
@@ -48,6 +50,38 @@ TASKS: dict[str, tuple[Stages, int | Literal["auto"]]] = {
     "dualpipev fsdp": (Stages(2, "fsdp", "dualpipev", 2), 4),
     "4 stages zero-bubble": (Stages(4, "ddp", "zero-bubble"), 8),
 }
+# Models of transformers: a name, and the schedule of its cells. T5 in four stages is cut in both
+# stacks.
+SCHEDULE_OF: dict[str, tuple[Any, int]] = {
+    "gpt2": ("1f1b", 1),
+    "llama": ("zero-bubble", 1),
+    "t5": ("interleaved", 2),
+}
+WITHIN: dict[str, tuple[Any, int]] = {  # and the ranks of both stages
+    "ddp": ("ddp", 4),
+    "fsdp": ("fsdp", 4),
+    "megatron": ("megatron", 4),
+    "4d": (Grid4D(x=2), 4),
+    "2.5d": (Grid25D(q=2), 8),
+}
+RANKS = {
+    f"transformers {name} {within}": ranks
+    for name in SCHEDULE_OF
+    for within, (_, ranks) in WITHIN.items()
+}
+TASKS |= {
+    f"transformers {name} {within}": (Stages(2, layout, *schedule), 4)
+    for name, schedule in SCHEDULE_OF.items()
+    for within, (layout, _) in WITHIN.items()
+}
+OTHERS: dict[str, tuple[Stages, int]] = {
+    "transformers t5 zbv": (Stages(2, "fsdp", "zbv", 2), 4),
+    "transformers t5 4 stages": (Stages(4, "ddp", "zero-bubble"), 4),
+    "transformers mixtral ep": (Stages(2, GridEP(expert=2)), 2),
+    "transformers mixtral ep zero-bubble": (Stages(2, GridEP(expert=2), "zero-bubble"), 2),
+}
+TASKS |= OTHERS
+RANKS |= dict.fromkeys(OTHERS, 4)
 
 
 def gather(tensor: Tensor) -> Tensor:
@@ -65,8 +99,12 @@ def layers_of(task: str) -> int:
     return 2 if task.endswith("of 2") else 4
 
 
-def example(task: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def example(task: str) -> tuple[nn.Module, Any]:
     """The model of a task, and its inputs."""
+    if task.startswith("transformers"):
+        name = task.split()[1]
+        module, _, named = mixtral(layers=2) if name == "mixtral" else getattr(models, name)()
+        return InFloat64(module), named
     model, inputs = gpt(layers=layers_of(task))
     if not task.endswith("llama"):
         return model, inputs
@@ -74,8 +112,12 @@ def example(task: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     return llama(WORDS, TOKENS, WIDTH, 4, 2, 2 * WIDTH, layers_of(task)).double(), inputs
 
 
-def results(output: Any) -> tuple[Tensor, ...]:
-    """What a model returns, the loss last, or the loss alone."""
+def called(module: nn.Module, inputs: Any, rows: int | None = None) -> tuple[Tensor, ...]:
+    """What a model returns, the loss last, or the loss alone. `rows`: the first so many."""
+    if isinstance(inputs, dict):
+        output = module(**{name: x[:rows] for name, x in inputs.items()})
+        return (*(x for name, x in output.items() if name != "loss"), output["loss"])
+    output = module(*(x[:rows] for x in inputs))
     return output if isinstance(output, tuple) else (output,)
 
 
@@ -96,6 +138,8 @@ def parity(task: str) -> Facts:
     layout, microbatches = TASKS[task]
     model, inputs = example(task)
     single = copy.deepcopy(model)
+    if "mixtral" in task:  # torch's grouped matmul takes no float64
+        single.get_submodule("model").set_experts_implementation("eager")  # type: ignore[operator]
     world = slow_between(2, 2) if "slices" in task else None
     par = autopar.parallelize(model, world, inputs, layout=layout, microbatches=microbatches)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (par, single))
@@ -105,7 +149,7 @@ def parity(task: str) -> Facts:
     for step in range(STEPS):
         ours.zero_grad()
         theirs.zero_grad()
-        loss, right = results(par(*inputs))[-1], results(single(*inputs))[-1]
+        loss, right = called(par, inputs)[-1], called(single, inputs)[-1]
         loss.backward()
         right.backward()
         errors[f"loss {step}"] = apart(loss.detach(), right.detach())
@@ -122,7 +166,7 @@ def parity(task: str) -> Facts:
     for name, parameter in par.named_parameters():
         errors[f"parameter {name}"] = apart(gather(parameter), expected[name].detach())
     with torch.no_grad():  # of the planned kind: every rank gets all rows
-        pairs = zip(results(par(*inputs)), results(single(*inputs)), strict=True)
+        pairs = zip(called(par, inputs), called(single, inputs), strict=True)
         errors["without gradients"] = max(apart(a, b) for a, b in pairs)
     facts = {"apart": max(errors.values()), "worst": max(errors, key=lambda n: errors[n])}
     facts |= {
@@ -136,7 +180,7 @@ def parity(task: str) -> Facts:
     single.eval()
     with torch.no_grad():
         for rows in (8, 4):
-            own, expected_rows = (results(m(*(x[:rows] for x in inputs))) for m in (par, single))
+            own, expected_rows = (called(m, inputs, rows) for m in (par, single))
             pairs = zip(own, expected_rows, strict=True)
             facts[f"evaluation of {rows}"] = max(apart(a, b) for a, b in pairs)
     return facts
@@ -219,6 +263,38 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
     return [{"params": first}, {"params": [p for n, p in named if not n.startswith("position")]}]
 
 
+# By task: the layout, and how many ranks of a stage have rows of their own.
+DROPOUT: dict[str, tuple[Stages, int]] = {
+    "dropout fsdp zero-bubble": (Stages(2, "fsdp", "zero-bubble"), 2),
+    "dropout megatron": (Stages(2, "megatron"), 1),
+}
+
+
+def dropout(task: str) -> Facts:
+    """How far three steps with dropout are from those of a layout without stages, and the losses.
+    That has all rows on every rank: in the order in which micro-batches of the stages have them.
+    """
+    layout, ranks = DROPOUT[task]
+    model, inputs = gpt(dropout=0.3)
+    ordered = [x.unflatten(0, (ranks, 4, -1)).transpose(0, 1).flatten(0, 2) for x in inputs]
+    staged = autopar.parallelize(model, None, inputs, layout=layout, microbatches=4)
+    plain = autopar.parallelize(model, None, tuple(ordered), layout="megatron", microbatches=4)
+    losses: list[Tensor] = []
+    for par, own in ((plain, tuple(ordered)), (staged, inputs)):
+        optimizer = torch.optim.AdamW(par.parameters(), lr=1e-2)
+        torch.manual_seed(7)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss = called(par, own)[-1]
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    errors = [apart(*pair) for pair in zip(losses[STEPS:], losses[:STEPS], strict=True)]
+    expected = {name: gather(x) for name, x in plain.named_parameters()}
+    ends = [apart(gather(x), expected[name]) for name, x in staged.named_parameters()]
+    return {"apart": max(errors + ends), "losses": [float(loss) for loss in losses]}
+
+
 # By task: the schedule with its rounds, another one, and micro-batches that do not divide.
 FAULTS = {
     "faults 1f1b": (("1f1b", 1), ("zero-bubble", 1), 3),
@@ -263,7 +339,7 @@ def faults(task: str) -> Facts:
     for rows in (8, 6):  # the planned call, and one with other rows than the parts divide
         for module in (par, single):
             module.zero_grad()
-            results(module(*(x[:rows] for x in inputs)))[-1].backward()
+            called(module, inputs, rows)[-1].backward()
         expected = dict(single.named_parameters(remove_duplicate=False))
         facts[f"{rows} rows"] = max(
             apart(gather(p.grad), expected[name].grad, 1e-6)  # type: ignore[arg-type]
@@ -293,6 +369,8 @@ def without_parameters() -> tuple[nn.Module, tuple[Tensor]]:
 def facts_of(task: str) -> Facts:
     if task in TASKS:
         return parity(task)
+    if task in DROPOUT:
+        return dropout(task)
     return faults(task) if task in FAULTS else around()
 
 

@@ -18,7 +18,7 @@ from launch import launched
 from moe_models import mixtral
 from priced import slow_between
 from stage_models import apart_towers, gpt
-from stages_ranks import FAULTS, example
+from stages_ranks import DROPOUT, FAULTS, RANKS, STEPS, example
 
 VERIFIED: list[tuple[Stages, int, int]] = [
     (Stages(2, "ddp"), 2, 4),
@@ -61,6 +61,35 @@ def test_a_step_in_stages_is_that_of_one_device(
     layout: Stages, ranks: int, microbatches: int
 ) -> None:
     model, inputs = gpt()
+    check = autopar.verify(model, ranks, inputs, layout, microbatches=microbatches)
+    assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
+    assert check.ranks == ranks
+
+
+# ranks, micro-batches, blocks, rows
+MANY: list[tuple[Stages, int, int, int, int]] = [
+    (Stages(32, "ddp"), 32, 32, 32, 32),
+    (Stages(64, "ddp"), 64, 64, 64, 64),
+    (Stages(64, "ddp", "gpipe"), 64, 64, 64, 64),
+    (Stages(64, "ddp", "zero-bubble"), 64, 64, 64, 64),
+    (Stages(32, "ddp", "interleaved", 2), 32, 32, 64, 32),
+    (Stages(32, "ddp", "zbv", 2), 32, 32, 64, 32),
+    (Stages(16, "fsdp", "dualpipev", 2), 32, 32, 32, 64),
+    (Stages(16, Grid4D(x=2, y=2)), 64, 16, 16, 16),
+    (Stages(8, "fsdp"), 64, 16, 8, 128),
+    (Stages(32, "megatron", "zero-bubble"), 64, 8, 32, 8),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "ranks", "microbatches", "blocks", "rows"),
+    [pytest.param(*case, id=str(case[0])) for case in MANY],
+)
+def test_a_step_on_many_ranks_is_that_of_one_device(
+    layout: Stages, ranks: int, microbatches: int, blocks: int, rows: int
+) -> None:
+    model, inputs = gpt(layers=blocks, rows=rows)
     check = autopar.verify(model, ranks, inputs, layout, microbatches=microbatches)
     assert max(check.loss_error, check.grad_error, check.step_error) < TOLERANCE
     assert check.ranks == ranks
@@ -351,6 +380,7 @@ def test_torch_compile_has_no_stages() -> None:
         ),
         pytest.param(4, ("zbv ddp", "dualpipev fsdp"), marks=pytest.mark.slow),
         pytest.param(4, ("4 stages zero-bubble",), marks=pytest.mark.slow),
+        *(pytest.param(count, (task,), marks=pytest.mark.slow) for task, count in RANKS.items()),
     ],
     ids=str,
 )
@@ -369,6 +399,14 @@ def test_three_steps_on_gloo_are_those_of_one_device(
             assert figures["leaving"] <= LEAVING.get(task, figures["leaving"])
             assert figures["layout"].count("Stages(") == 1, "a stage has no stages of its own"
             assert figures["slices"] == ("slices" in task)
+
+
+@pytest.mark.slow
+def test_dropout_on_gloo_is_that_without_stages(tmp_path: Path) -> None:
+    for facts in launched(tmp_path, 4, *DROPOUT, script="stages_ranks.py", seconds=900):
+        for task in DROPOUT:
+            assert facts[task]["apart"] < TOLERANCE, (task, facts[task])
+            assert len(set(facts[task]["losses"][:STEPS])) == STEPS, "every step draws anew"
 
 
 @pytest.mark.parametrize(
