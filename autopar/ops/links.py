@@ -1,18 +1,23 @@
 """Sends and receives between the stages of a pipeline.
 
-    links.send(1, x)                      # goes on at once
-    pending = links.receive(0, like)      # posted now, waited for where the tensor is needed
-    pending.wait()
+    links.send(1, x, "F0.1 add")                    # goes on at once
+    pending = links.receive(0, like, "F0.1 add")    # posted now
+    pending.wait()                                  # where the tensor is needed
 
 Between two ranks tensors arrive in the order in which they were sent: the receiver posts its
-receives in that order. What is sent stays alive until it has left: a backend may not say so by
-itself (gloo's sends are never complete before they are waited for), so the sender says what the
-receiver must have by now, `links.release(1, 3)`. In a lockstep run the ranks are threads, and
-`comm.simulator` hands tensors over. runtime/training/stages_run.py sends and receives.
+receives in that order. Both ends say what it is, and gloo hands over nothing else: where one rank
+runs another schedule or another kind of call, no tensor is taken for another one, and the ranks
+raise after the timeout. NCCL goes by the order alone.
+
+What is sent stays alive until it has left: a backend may not say so by itself (gloo's sends are
+never complete before they are waited for), so the sender says what the receiver must have by now,
+`links.release(1, 3)`. In a lockstep run the ranks are threads, and `comm.simulator` hands tensors
+over. runtime/training/stages_run.py sends and receives.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -44,14 +49,14 @@ class Links:
         self._rank, self._size = rank, mesh.size
         self._received: dict[int, int] = defaultdict(int)  # tensors from each copy so far
         # what was sent to each copy since `finish`, and how many of the first have left
-        self._leaving: dict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+        self._leaving: dict[int, deque[tuple[dist.Work, Tensor, str]]] = defaultdict(deque)
         self._left: dict[int, int] = defaultdict(int)
         self._mesh, self._copies = mesh, copies
         if comm.simulator is None:
             process_groups.connect_stages(mesh, copies)
 
-    def send(self, copy: int, x: Tensor) -> None:
-        """Send a tensor to a copy, without waiting."""
+    def send(self, copy: int, x: Tensor, what: str) -> None:
+        """Send a tensor to a copy, without waiting. `what`: what it is, as its receiver says."""
         if comm.simulator is not None:
             comm.simulator.send(self._rank + (copy - self.copy) * self._size, x)
             return
@@ -60,29 +65,37 @@ class Links:
             leaving.popleft()
             self._left[copy] += 1
         sent = _plain(x.detach().contiguous())
+        where = f"a send to stage rank {copy} ({what})"
         work = self._guarded(
-            lambda: dist.isend(sent, group=self._group(self.copy, copy), group_dst=copy),
-            f"a send to stage rank {copy}",
+            lambda: dist.isend(
+                sent, group=self._group(self.copy, copy), tag=_tag(what, x), group_dst=copy
+            ),
+            where,
         )
         assert work is not None
-        leaving.append((work, sent))
+        leaving.append((work, sent, where))
 
-    def receive(self, copy: int, like: Tensor) -> Pending:
+    def receive(self, copy: int, like: Tensor, what: str) -> Pending:
         """Post the receive of the next tensor from a copy, with the shape, dtype and device of
-        `like`.
+        `like`. `what`: what it is, as its sender says.
         """
         number = self._received[copy]
         self._received[copy] += 1
         if comm.simulator is not None:
             return _Simulated(number, self._rank + (copy - self.copy) * self._size)
         into = torch.empty_like(like, memory_format=torch.contiguous_format)
-        what = f"a receive from stage rank {copy}"
+        where = f"a receive from stage rank {copy} ({what})"
         work = self._guarded(
-            lambda: dist.irecv(_plain(into), group=self._group(copy, self.copy), group_src=copy),
-            what,
+            lambda: dist.irecv(
+                _plain(into),
+                group=self._group(copy, self.copy),
+                tag=_tag(what, like),
+                group_src=copy,
+            ),
+            where,
         )
         assert work is not None
-        return _Posted(work, into, lambda: self._guarded(work.wait, what))
+        return _Posted(work, into, lambda: self._guarded(work.wait, where))
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -101,8 +114,8 @@ class Links:
         if comm.simulator is not None:
             return
         while self._left[copy] < count:
-            work, _ = self._leaving[copy].popleft()
-            self._guarded(work.wait, f"a send to stage rank {copy}")
+            work, _, where = self._leaving[copy].popleft()
+            self._guarded(work.wait, where)
             self._left[copy] += 1
 
     def finish(self) -> None:
@@ -138,6 +151,11 @@ class _Simulated:
     def wait(self) -> Tensor:
         assert comm.simulator is not None
         return comm.simulator.receive(self._number, self._source)
+
+
+def _tag(what: str, x: Tensor) -> int:
+    """Return a number by which both ends know a tensor, of what it is, its shape and its dtype."""
+    return zlib.crc32(f"{what} {tuple(x.shape)} {x.dtype}".encode()) >> 1
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ def test_no_thread_is_left_when_python_ends(tmp_path: Path, end: str) -> None:
 KILLED = ("forward", "backward", "emitted forward", "emitted backward")
 IN_STEP = tuple(name for name in TASKS if name.startswith(tuple(SCHEDULES)))
 QUICK_STEP = "zero-bubble, killed"
-LATE = tuple(n for n in TASKS if n not in {*KILLED, "stopped", *IN_STEP} - {QUICK_STEP})
+UNLIKE = tuple(name for name in TASKS if name.startswith("unlike"))
+LATE = tuple(n for n in TASKS if n not in {*KILLED, "stopped", *IN_STEP, *UNLIKE} - {QUICK_STEP})
 
 
 def outcomes(folder: Path, *names: str) -> dict[str, list[Any]]:
@@ -177,6 +178,18 @@ def test_a_rank_that_is_gone_from_a_stage_is_named(
         assert rank["seen"].startswith("RankError: "), rank
         assert f"nothing is heard of rank {gone} any more" in rank["seen"], rank
         assert rank["seconds"] < TIMEOUT + 15, rank
+
+
+@pytest.mark.slow
+def test_ranks_of_stages_that_make_unlike_calls_all_say_so(tmp_path: Path) -> None:
+    """One trains and another evaluates: no tensor of one call is taken for one of the other."""
+    for name, everyone in outcomes(tmp_path, *UNLIKE).items():
+        for rank in everyone:
+            assert rank is not None and rank["seen"].startswith("RankError: "), (name, everyone)
+            assert "failed in call 4: a rank did not come in time" in rank["seen"], (name, rank)
+            assert rank["seconds"] < TIMEOUT + 15, (name, rank)
+        called = "".join(rank["seen"] for rank in everyone)
+        assert "(training " in called and "(evaluation " in called, (name, called)
 
 
 def test_a_rank_that_was_killed_before_inputs_are_compared_is_named(late: Any) -> None:

@@ -131,6 +131,17 @@ def ahead(rank: int, plan: Any, calls: int) -> Any:
         time.sleep(PATIENCE)
 
 
+def unlike(rank: int, plan: Any, gone: int) -> Any:
+    """A rank calls under no_grad where the others train."""
+    par = parallel(plan)
+    yield
+    for _ in range(2):
+        with torch.set_grad_enabled(rank != gone):
+            loss = par(rows())
+        if rank != gone:
+            loss.backward()
+
+
 KILLED_IN_B = partial(gone_in, action="backward", signal_number=signal.SIGKILL)
 STOPPED_IN_F = partial(gone_in, action="forward", signal_number=signal.SIGSTOP)
 KILLED_IN_W = partial(gone_in, action="weights", signal_number=signal.SIGKILL)
@@ -157,6 +168,10 @@ TASKS: dict[str, tuple[int, Any, Task]] = {
         Stages(2, "fsdp", "interleaved", 2),
         partial(STOPPED_IN_F, gone=1),
     ),
+    "unlike, 1f1b": (2, Stages(2, "ddp"), partial(unlike, gone=0)),
+    "unlike, interleaved": (2, Stages(2, "ddp", "interleaved", 2), partial(unlike, gone=0)),
+    "unlike, zbv": (2, Stages(2, "ddp", "zbv", 2), partial(unlike, gone=0)),
+    "unlike, zbv of 4": (4, Stages(2, "ddp", "zbv", 2), partial(unlike, gone=3)),
     "killed, compared": (2, "ddp", partial(killed, phase="forward", calls=1)),
     "a call more": (2, "ddp", partial(ahead, calls=4)),
     "a call more, compared": (2, "ddp", partial(ahead, calls=1)),
@@ -200,9 +215,12 @@ def started(name: str, folder: Path) -> list[int]:
 
 
 def outcomes(names: list[str], base: Path) -> dict[str, list[Any]]:
-    """All but one rank of each task end by themselves."""
+    """All but one rank of each task end by themselves; all where they make unlike calls."""
     children = [pid for name in names for pid in started(name, base / name)]
-    ending = sum(1 if name.startswith("a call") else TASKS[name][0] - 1 for name in names)
+    ending = sum(
+        1 if name.startswith("a call") else TASKS[name][0] - (not name.startswith("unlike"))
+        for name in names
+    )
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until and len(list(base.glob("*/rank*"))) < ending:
         time.sleep(0.1)

@@ -125,8 +125,8 @@ def sends_in_flight() -> list[int]:
     """How many tensors a rank has sent and not let go of, after each send from now on."""
     in_flight, send = [0], Links.send
 
-    def counted(self: Links, copy: int, x: Tensor) -> None:
-        send(self, copy, x)
+    def counted(self: Links, copy: int, x: Tensor, what: str) -> None:
+        send(self, copy, x, what)
         in_flight.append(sum(map(len, self._leaving.values())))
 
     Links.send = counted  # type: ignore[method-assign]

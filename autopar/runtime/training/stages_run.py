@@ -105,7 +105,8 @@ class StagesRun(MicrobatchesRun):
             return super().__call__(*values)
         own, seeds = values[: len(self._own)], values[len(self._own) :]
         with torch.no_grad():
-            return self._shared(self._forwards(own, seeds), range(len(self._shapes)))
+            results = self._forwards(own, seeds)
+            return self._shared(results, range(len(self._shapes)), _EVALUATED)
 
     def _forwards(self, own: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
         """Return the results of a step without a backward."""
@@ -134,7 +135,7 @@ class StagesRun(MicrobatchesRun):
             step.run(self._own_actions)
         self._sum_over_stages(step.gradients, trained)
         gradients = [step.gradients.get(self._own[i].node) for i in places]
-        results = self._shared(self._combined(step.results), self._everywhere)
+        results = self._shared(self._combined(step.results), self._everywhere, _TRAINED)
         return results, self.loss_place, gradients
 
     def _place_of_loss(self, program: Program) -> int:
@@ -167,17 +168,18 @@ class StagesRun(MicrobatchesRun):
     def _joined(self, node: str, rows: Sequence[Tensor]) -> Any:
         return None if rows[0] is _MISSING else super()._joined(node, rows)
 
-    def _shared(self, results: list[Any], places: Iterable[int]) -> list[Any]:
-        """Return the results, those at `places` on every rank."""
+    def _shared(self, results: list[Any], places: Iterable[int], call: str) -> list[Any]:
+        """Return the results, those at `places` on every rank. `call`: its kind."""
         me = self.links.copy
         for place in places:
             home = self.pipeline.rank_of(self._home[place])
             if home == me:
                 for copy in range(self.pipeline.ranks):
                     if copy != me:
-                        self.links.send(copy, results[place])
+                        self.links.send(copy, results[place], f"{call} result {place}")
             else:
-                results[place] = self.links.receive(home, self._shape_of_step(place)).wait()
+                like = self._shape_of_step(place)
+                results[place] = self.links.receive(home, like, f"{call} result {place}").wait()
         self.links.finish()
         return results
 
@@ -201,14 +203,15 @@ class StagesRun(MicrobatchesRun):
             own = gradients.get(name)
             own = torch.zeros_like(trained[name]) if own is None else own
             if me != first:
-                self.links.send(first, own)
-                gradients[name] = self.links.receive(first, own).wait()
+                self.links.send(first, own, f"{_TRAINED} part of {name}")
+                gradients[name] = self.links.receive(first, own, f"{_TRAINED} sum of {name}").wait()
                 continue
             total = own.clone()
             for other in others:
-                add_each([total], [self.links.receive(other, own).wait()])
+                part = self.links.receive(other, own, f"{_TRAINED} part of {name}")
+                add_each([total], [part.wait()])
             for other in others:
-                self.links.send(other, total)
+                self.links.send(other, total, f"{_TRAINED} sum of {name}")
             gradients[name] = total
 
     # -- what runs ---------------------------------------------------------------------------------
@@ -336,6 +339,7 @@ class _Later(NamedTuple):
     rest: Rest | None
 
 
+_TRAINED, _EVALUATED = "training", "evaluation"  # kinds of calls
 _MISSING = torch.zeros(())  # stands for a result that another rank has
 
 
@@ -486,7 +490,7 @@ class _Step:
             if copy == owner.links.copy:
                 self._at[action.result, name] = outputs[name].detach()
             else:
-                owner.links.send(copy, outputs[name])
+                owner.links.send(copy, outputs[name], self._named_send((action.result, name)))
 
     def _expect(self) -> None:
         """Post what the next action needs of another rank."""
@@ -519,8 +523,13 @@ class _Step:
         awaited = self._awaited[copy]
         while missing:
             key = awaited.pop(0)
-            self._posted[key] = self._owner.links.receive(copy, self._owner.border_of(key))
+            like, what = self._owner.border_of(key), self._named_send(key)
+            self._posted[key] = self._owner.links.receive(copy, like, what)
             missing.discard(key)
+
+    def _named_send(self, key: _Key) -> str:
+        """Return what is sent, in words that no other tensor of a step or of another call has."""
+        return f"{_TRAINED if self._trained else _EVALUATED} {key[0]} {key[1]}"
 
 
 def _holders(stages: Sequence[Stage]) -> dict[str, list[int]]:
