@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from autopar.cost.least_bytes import least_bytes
 from autopar.cost.memory import Budget
 from autopar.cost.simulator import timeline
 from autopar.cost.summary import summary_rows
@@ -96,6 +97,8 @@ def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memo
         world = _times(plan.world, 2**exponent)
         layout_candidates = [] if world is None else _small_candidates(program, world, request)
         if world is None or not layout_candidates:
+            continue
+        if least_bytes(program, world.ranks, budget.optimizer) > budget.memory_bytes:
             continue
         search = LimitedSearch(ShortenedModel(program, world), request, budget)
         search.meshes = layout_candidates
