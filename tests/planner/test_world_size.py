@@ -157,5 +157,5 @@ def test_auto_names_the_world_that_the_named_layout_of_least_memory_fits() -> No
     model, args, _ = gpt()
     needs = autopar.plan(model, 8, args, "fsdp", recompute="full", smaller=False).memory
     assert needs is not None
-    with pytest.raises(autopar.PlanError, match="'auto'.*Try 8 devices"):
+    with pytest.raises(autopar.PlanError, match=r"'auto'.*Try 8 devices"):
         autopar.plan(model, 4, args, memory=1.05 * needs.peak)
