@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import autopar
 import uneven_sequences
 from autopar.errors import LayoutError
 from autopar.planner.request import GridContext, Layouts
-from launch import launched
 from uneven_sequences import COUNTED, REFUSED, Case
 
 MODELS = {"llama": uneven_sequences.llama, "gpt2": uneven_sequences.gpt2}
@@ -92,13 +89,6 @@ def test_a_plan_of_a_file_pads_the_same_tokens() -> None:
     again = autopar.Plan.from_json(plan.to_json())
     assert padding(again) == padding(plan) == {(6, 8)}
     autopar.verify(model, None, inputs, layout=again)
-
-
-@pytest.mark.slow
-def test_four_ranks_train_on_seven_tokens(tmp_path: Path) -> None:
-    facts = launched(tmp_path, 4, "seven_tokens", script="padding_ranks.py")["seven_tokens"]
-    assert facts["padding"] == [[7, 8]]
-    assert max(facts["errors"]) < 1e-9
 
 
 @pytest.mark.slow
