@@ -28,7 +28,7 @@ CASES: dict[str, tuple[tuple[str, ...], Padded]] = {
             "2.5d": [WORDS],
         },
     ),
-    "25 heads": (LAYOUTS, {}),
+    "25 heads": (LAYOUTS, {"megatron": [WORDS, [25, 28], [25, 28]]}),
     "three experts": (
         (*LAYOUTS, *OF_EXPERTS),
         {"fsdp": [], "ep": [EXPERTS], "ep x megatron": [EXPERTS]},
@@ -36,6 +36,15 @@ CASES: dict[str, tuple[tuple[str, ...], Padded]] = {
     "last batch": ((*LAYOUTS, *OF_ROWS), {**SPLIT_ROWS, "megatron": []}),
     "seven rows": ((*LAYOUTS, *OF_ROWS), {**SPLIT_ROWS, "megatron": []}),
     "seven tokens": ((*LAYOUTS, "cp x fsdp"), {"fsdp": [], "cp": [TOKENS], "cp x fsdp": [TOKENS]}),
+    "everything": (
+        (*LAYOUTS, *OF_ROWS[:2]),
+        {
+            "fsdp": [ROWS],
+            "megatron": [WORDS, HEADS, HEADS],
+            "2.5d": [WORDS, ROWS],
+            "cp": [TOKENS],
+        },
+    ),
 }
 
 

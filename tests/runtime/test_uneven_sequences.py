@@ -82,6 +82,12 @@ def test_weights_of_attention_that_are_dropped_leave_the_sequence_as_it_is() -> 
     refused(uneven_sequences.layer(7, COUNTED["mean"], dropout=0.1))
 
 
+def test_rows_and_tokens_are_not_both_padded() -> None:
+    model, (ids,) = uneven_sequences.layer(7, COUNTED["mean"])
+    with pytest.raises(LayoutError, match="a batch of 7"):
+        autopar.plan(model, 4, (ids[:7],), layout=GridContext(2))
+
+
 @pytest.mark.slow
 def test_a_plan_of_a_file_pads_the_same_tokens() -> None:
     model, inputs = uneven_sequences.llama(6)
