@@ -148,17 +148,19 @@ class Trained(NamedTuple):
 
 def trained(model: nn.Module, steps: Iterable[Inputs]) -> Trained:
     optimizer = OPTIMIZER(model.parameters())
-    losses, found = [], []
+    losses, gradients_of_steps = [], []
     for inputs in steps:
         optimizer.zero_grad()
         loss = model(**inputs)
         loss.backward()
         losses.append(float(loss))
-        found.append({name: gather(x).clone() for name, x in gradients(model).items()})
+        gradients_of_steps.append({name: gather(x).clone() for name, x in gradients(model).items()})
         optimizer.step()
     with torch.no_grad():
         unrecorded = float(model.eval()(**inputs))
-    return Trained(losses, found, {n: gather(x) for n, x in named(model).items()}, unrecorded)
+    return Trained(
+        losses, gradients_of_steps, {n: gather(x) for n, x in named(model).items()}, unrecorded
+    )
 
 
 @functools.cache

@@ -48,7 +48,7 @@ CASES: dict[str, tuple[tuple[str, ...], Padded]] = {
 }
 
 
-@pytest.mark.slow_cells("*")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_four_ranks_train_as_one_device(tmp_path: Path, case: str) -> None:
     layouts, padded = CASES[case]
