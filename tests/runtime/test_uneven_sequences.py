@@ -7,7 +7,7 @@ import pytest
 import autopar
 import uneven_sequences
 from autopar.errors import LayoutError
-from autopar.planner.request import GridContext, Layouts
+from autopar.planner.request import GridContext, GridEP, Layouts
 from uneven_sequences import COUNTED, REFUSED, Case
 
 MODELS = {"llama": uneven_sequences.llama, "gpt2": uneven_sequences.gpt2}
@@ -80,6 +80,17 @@ def test_attention_to_later_tokens_leaves_the_sequence_as_it_is() -> None:
 
 def test_weights_of_attention_that_are_dropped_leave_the_sequence_as_it_is() -> None:
     refused(uneven_sequences.layer(7, COUNTED["mean"], dropout=0.1))
+
+
+@pytest.mark.slow_cells("*-cp x *", "qwen3_moe-*")
+@pytest.mark.parametrize(
+    "layout",
+    ["cp", GridContext(2), GridContext(2, GridEP(expert=2))],
+    ids=["cp", "cp x fsdp", "cp x ep"],
+)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_routers_take_tokens_that_are_no_copies(name: str, layout: Layouts) -> None:
+    assert padding(planned(uneven_sequences.moe(name, 7), 4, layout)) == {(7, 8)}
 
 
 def test_rows_and_tokens_are_not_both_padded() -> None:
