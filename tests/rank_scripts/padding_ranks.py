@@ -82,11 +82,21 @@ def first_rows(inputs: Inputs, rows: int) -> Inputs:
     return {name: x[:rows] for name, x in inputs.items()}
 
 
+def of_experts(model: nn.Module) -> nn.Module:
+    """Its grouped matmuls have no float64 on one device."""
+    model.config._experts_implementation = "eager"
+    return padded_models.Losses(model)
+
+
 def three_experts() -> Case:
     with mock.patch.object(moe_models, "EXPERTS", 3):
         model, _, inputs = moe_models.mixtral()
-    model.config._experts_implementation = "eager"  # grouped matmuls have no float64 on CPUs
-    return case(padded_models.Losses(model), inputs)
+    return case(of_experts(model), inputs)
+
+
+def tokens_of_experts() -> Case:
+    model, _, inputs = moe_models.mixtral()
+    return case(*uneven_sequences.cut((of_experts(model), inputs), 7))
 
 
 def last_batch() -> Case:
@@ -108,6 +118,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "last batch": last_batch,
     "seven rows": lambda: case(*uneven_batches.gpt2(7)),
     "seven tokens": lambda: case(*uneven_sequences.llama(7)),
+    "seven tokens of experts": tokens_of_experts,
     "everything": everything,
 }
 

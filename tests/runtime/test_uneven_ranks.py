@@ -36,6 +36,7 @@ CASES: dict[str, tuple[tuple[str, ...], Padded]] = {
     "last batch": ((*LAYOUTS, *OF_ROWS), {**SPLIT_ROWS, "megatron": []}),
     "seven rows": ((*LAYOUTS, *OF_ROWS), {**SPLIT_ROWS, "megatron": []}),
     "seven tokens": ((*LAYOUTS, "cp x fsdp"), {"fsdp": [], "cp": [TOKENS], "cp x fsdp": [TOKENS]}),
+    "seven tokens of experts": (("cp", "cp x fsdp"), {"cp": [TOKENS], "cp x fsdp": [TOKENS]}),
     "everything": (
         (*LAYOUTS, *OF_ROWS[:2]),
         {
