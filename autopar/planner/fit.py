@@ -76,6 +76,26 @@ def fit(
     return _fit_to_aim(contenders, search)
 
 
+def most_frugal(program: Program, world: World, request: PlanRequest) -> Program:
+    """Return the program with the plan of least memory that a few searches find, its peak exact,
+    for a request whose limit no plan fits: for "auto" the best of the named layouts, else the plan
+    of least time or one at a price so high that memory decides nearly alone.
+    """
+    assert request.budget is not None and request.layout is not None
+    search = LimitedSearch(ShortenedModel.of(program, world), request, request.budget)
+    if request.layout == "auto" and world.ranks > 1:
+        tried = [under.fitted(plan) for under, plan in _rivals(search)]
+    else:
+        least = search.model.best(search._candidates())
+        tried = [search.fitted(Contender(search.model.chosen(least, request)))]
+        tried.append(search.frugal(tried[0].plan.seconds, tried[0].peak))
+    best = search.worked_out(_best(tried, search.budget))
+    plan = dataclasses.replace(
+        best.plan, limit=search.budget.memory_bytes, memory=best.memory, peak_bytes=best.peak
+    )
+    return dataclasses.replace(best.program, plan=plan)
+
+
 def _fit_to_aim(contenders: Sequence[Contender], under: LimitedSearch) -> Program:
     """Return what `fit` does, for the aim of a search."""
     for contender in contenders if len(contenders) > 1 else ():
@@ -121,13 +141,7 @@ def _named_layout_plans(free: LimitedSearch, best: Contender) -> Iterator[Conten
     fit, then those at prices. No bound of "auto" excludes a mesh: named layouts may replicate what
     it must split.
     """
-    named: list[tuple[LimitedSearch, Contender]] = []
-    rivals = rival_candidates(free.world.ranks, free.program)
-    bounds = bound_rivals(free.program, rivals, free.world)
-    for name, meshes in rivals.items():
-        plan = free.model.named(name, meshes, bounds[name])
-        named.append((free.under(name), Contender(free.model.chosen(plan, free.request))))
-    named.sort(key=lambda pair: pair[1].plan.seconds)
+    named = sorted(_rivals(free), key=lambda pair: pair[1].plan.seconds)
 
     def could_win(contender: Contender) -> bool:
         return not best.fits(free.aim) or contender.plan.seconds < best.seconds
@@ -147,6 +161,15 @@ def _named_layout_plans(free: LimitedSearch, best: Contender) -> Iterator[Conten
         if could_win(contender):
             best = _best([best, under.best(contender)], free.aim)
             yield best
+
+
+def _rivals(free: LimitedSearch) -> Iterator[tuple[LimitedSearch, Contender]]:
+    """Yield the plan of least time of every named layout, with the search under that layout."""
+    rivals = rival_candidates(free.world.ranks, free.program)
+    bounds = bound_rivals(free.program, rivals, free.world)
+    for name, meshes in rivals.items():
+        plan = free.model.named(name, meshes, bounds[name])
+        yield free.under(name), Contender(free.model.chosen(plan, free.request))
 
 
 def _promised(tried: Contender, budget: Budget) -> float:
@@ -315,7 +338,7 @@ class LimitedSearch:
         """
         meshes = self._candidates()
         if not small_models.is_small(self.program, meshes):
-            return best, self._priced_bound(least)
+            return best, self._priced_bound(least) if best.fits(self.budget) else 0.0
         below = best.seconds if best.fits(self.budget) else math.inf
         chosen, tried, bound = small_models.fastest(
             self.program, meshes, self.world, self.request, below

@@ -17,10 +17,12 @@ Called by api.py, tools/ and, part by part, the runtime.
 from __future__ import annotations
 
 import dataclasses
+import math
 from functools import partial
 
 from torch import nn
 
+from autopar.cost.least_bytes import least_bytes
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, check_choices
 from autopar.passes import annotate, draws, masks
@@ -29,7 +31,7 @@ from autopar.planner import world_size
 from autopar.planner.bound import bound
 from autopar.planner.confirm import finish_plan
 from autopar.planner.constraint import Constraint
-from autopar.planner.fit import fit
+from autopar.planner.fit import fit, most_frugal
 from autopar.planner.former_choices import with_former_choices
 from autopar.planner.microbatch_plans import may_gather_once, plan_of_microbatch
 from autopar.planner.padding import search_with_padding, search_with_rows_padded
@@ -140,10 +142,15 @@ def choose_on_stored(manager: PassManager, program: Program, world: World, plan:
 
 def search_plan(program: Program, world: World, request: PlanRequest) -> Program:
     """Return the annotated program with the fastest plan found that fits the request's budget, or
-    that of least memory where none fits; without a limit, the plan of least time.
+    that of least memory where none fits; without a limit, the plan of least time. Where bytes that
+    every plan holds are above the limit, none is searched for its time.
     """
-    bare = dataclasses.replace(program, tensors={}, plan=None)
-    chosen = fit(bare, world, fastest_plans(bare, world, request), request)
+    bare, budget = dataclasses.replace(program, tensors={}, plan=None), request.budget
+    limit = math.inf if budget is None or budget.memory_bytes is None else budget.memory_bytes
+    if budget is not None and least_bytes(bare, world.ranks, budget.optimizer) > limit:
+        chosen = most_frugal(bare, world, request)
+    else:
+        chosen = fit(bare, world, fastest_plans(bare, world, request), request)
     return dataclasses.replace(chosen, tensors=program.tensors)
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from autopar.cost.least_bytes import least_bytes
 from autopar.cost.memory import Budget
 from autopar.cost.simulator import timeline
 from autopar.cost.summary import summary_rows
@@ -90,22 +91,31 @@ def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memo
     world.
     """
     budget = request.budget
-    assert budget is not None and budget.memory_bytes is not None
-    doublings = max(1, math.ceil(math.log2(needs.peak / budget.memory_bytes)))
+    assert budget is not None and budget.memory_bytes is not None and request.layout is not None
+    limit = budget.memory_bytes
+    doublings = max(1, math.ceil(math.log2(needs.peak / limit)))
     for exponent in range(doublings, doublings + _TRIES):
         world = _times(plan.world, 2**exponent)
-        layout_candidates = [] if world is None else _small_candidates(program, world, request)
-        if world is None or not layout_candidates:
+        if world is None or least_bytes(program, world.ranks, budget.optimizer) > limit:
             continue
-        search = LimitedSearch(ShortenedModel(program, world), request, budget)
-        search.meshes = layout_candidates
-        try:
-            larger = search.frugal(plan.seconds, needs.peak)
-            if larger.fits(budget) and search.worked_out(larger).fits(budget):
+        model = ShortenedModel(program, world)
+        for layout in ("fsdp", "auto") if request.layout == "auto" else (request.layout,):
+            search = LimitedSearch(model, request.under(layout), budget)
+            search.meshes = _small_candidates(program, world, search.request)
+            if search.meshes and _fits_a_frugal_plan(search, plan.seconds, needs):
                 return f"{world.ranks} devices"
-        except PlanError:
-            continue
     return ""
+
+
+def _fits_a_frugal_plan(search: LimitedSearch, seconds: float, needs: Memory) -> bool:
+    """Whether a plan searched for its memory fits, by its exact peak. `seconds`, `needs`: of any
+    plan, to set the price of a byte by.
+    """
+    try:
+        frugal = search.frugal(seconds, needs.peak)
+        return frugal.fits(search.aim) and search.worked_out(frugal).fits(search.budget)
+    except PlanError:
+        return False
 
 
 def _emit_to_fit(

@@ -19,6 +19,8 @@ def test_a_cell_is_a_command_in_a_fresh_process(tmp_path: Path) -> None:
     wrong = face.measure(face.Cell("wrong", ("-m", "autopar", "plan", "nothing"), 1))
     assert "a function that returns (model, inputs)" in str(wrong["error"])
     assert len(face.table([row, wrong]).rows) == 2
+    refused = face.measure(face.Cell("wrong", ("-m", "autopar", "plan", "nothing"), 1, status=2))
+    assert float(refused["cpu_seconds"]) > 0
 
 
 def test_the_decoder_is_a_target(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 
 import models
 from autopar.cost.block_memory import Rise, peak_of
+from autopar.cost.least_bytes import least_bytes
 from autopar.cost.memory import Budget
 from autopar.errors import LayoutError
 from autopar.ir.deep_models import DeepModel
@@ -77,6 +78,7 @@ def check_estimates(name: str, layout: str, optimizer: str) -> None:
         whole.cheap,
     )
     half = len(whole.names) // 2
+    least = least_bytes(program, WORLD.ranks, optimizer)
     for rung in (
         Rematerialized((), ()),
         Rematerialized(whole.names, ()),
@@ -88,6 +90,7 @@ def check_estimates(name: str, layout: str, optimizer: str) -> None:
         ),
     ):
         estimated, other = estimate.tried(rung), whole.tried(rung)
+        assert other.memory.peak >= least, rung
         assert estimated.memory.peak == pytest.approx(other.memory.peak, rel=0.01), rung
         assert estimated.seconds == pytest.approx(other.seconds, rel=0.01, abs=1e-9), rung
 

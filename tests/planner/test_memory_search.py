@@ -16,6 +16,7 @@ import pytest
 import brute
 import models
 from autopar.cost.activations import ActivationMemory, Price
+from autopar.cost.least_bytes import least_bytes
 from autopar.cost.memory import Budget
 from autopar.cost.peak import peak
 from autopar.ir.plan import Plan
@@ -73,10 +74,12 @@ def fits_and_is_the_fastest(seed: int) -> None:
     assert result.bound <= result.seconds
     if result.limit is not None:
         assert result.bound == pytest.approx(result.seconds, rel=1e-9), seed
+    least = least_bytes(program, world.ranks, OPTIMIZER)
     below = result.seconds * (1 - 1e-9) if result.limit is not None else 0.0
     for mesh, _ in candidates("auto", world.ranks, program):
         for plan in brute.faster(program, mesh, world, below):
             needs = peak_of(program, plan, world)
+            assert needs >= least, (seed, needs, least)
             assert needs > limit, (seed, plan.seconds, result.seconds, needs, limit)
 
 

@@ -150,3 +150,12 @@ def test_a_refusal_without_a_world_that_would_do() -> None:
     model, args, _ = mlp()
     with pytest.raises(autopar.PlanError, match=r"Try at least [0-9]+ devices"):
         autopar.plan(model, 2, args, memory=1000.0)
+
+
+@pytest.mark.slow
+def test_auto_names_the_world_that_the_named_layout_of_least_memory_fits() -> None:
+    model, args, _ = gpt()
+    needs = autopar.plan(model, 8, args, "fsdp", recompute="full", smaller=False).memory
+    assert needs is not None
+    with pytest.raises(autopar.PlanError, match=r"'auto'.*Try 8 devices"):
+        autopar.plan(model, 4, args, memory=1.05 * needs.peak)

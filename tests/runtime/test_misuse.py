@@ -228,6 +228,18 @@ def test_a_transformers_model_is_planned_without_its_cache() -> None:
         assert "take par.unshard()" in said(module.generate, InputError)
 
 
+def test_nothing_is_said_of_a_cache_that_an_encoder_never_makes() -> None:
+    config = transformers.BertConfig(
+        num_hidden_layers=1, hidden_size=8, num_attention_heads=2, intermediate_size=8,
+        vocab_size=16, max_position_embeddings=8,
+    )  # fmt: skip
+    model, ids = transformers.BertForMaskedLM(config), torch.arange(16).view(4, 4)
+    assert model.config.use_cache
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autopar.parallelize(model, 1, {"input_ids": ids, "labels": ids})
+
+
 @pytest.mark.slow_cells("cache")
 @pytest.mark.parametrize("options", [{}, {"use_cache": False}], ids=["cache", "no cache"])
 def test_packed_sequences_are_apart_where_the_model_takes_them_apart(options: Any) -> None:

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
@@ -47,14 +48,27 @@ def serve() -> None:
         importlib.import_module(name)
     gc.freeze()  # what is imported stays shared between the ranks
     for line in sys.stdin:
+        running, write = os.pipe()  # it ends with the launcher, which alone holds `write`
         launcher = os.fork()
         if not launcher:
-            os._exit(_launch(json.loads(line)))
+            os._exit(_launch(json.loads(line), write))
+        os.close(write)
         print(launcher, flush=True)
+        _end_with_input(launcher, running)
         print(os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1]), flush=True)
 
 
-def _launch(request: Request) -> int:
+def _end_with_input(launcher: int, running: int) -> None:
+    """Waits until the launcher has ended; where stdin ends first, as pytest is gone, kills them."""
+    readable, _, _ = select.select([sys.stdin, running], [], [])
+    os.close(running)
+    if running not in readable:
+        for kill in (os.killpg, os.kill):  # it may have no process group of its own yet
+            with contextlib.suppress(ProcessLookupError):
+                kill(launcher, signal.SIGKILL)
+
+
+def _launch(request: Request, write: int) -> int:
     """Runs the ranks in a process group of their own; as torchrun does, it holds their store, and
     ends all of them where one fails.
     """
@@ -64,7 +78,7 @@ def _launch(request: Request) -> int:
     _write_to(request["output"])
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    running = {_forked(request, rank, port) for rank in range(request["ranks"])}
+    running = {_forked(request, rank, port, write) for rank in range(request["ranks"])}
     wait = timedelta(seconds=60)
     store = TCPStore(
         "127.0.0.1", port, None, True, wait, False, master_listen_fd=listening.detach()
@@ -89,10 +103,11 @@ def _write_to(output: str) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _forked(request: Request, rank: int, port: int) -> int:
+def _forked(request: Request, rank: int, port: int, write: int) -> int:
     process = os.fork()
     if process:
         return process
+    os.close(write)
     code = 1
     try:
         os.environ.clear()

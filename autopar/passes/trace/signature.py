@@ -164,7 +164,8 @@ _WARNED: weakref.WeakSet[nn.Module] = (
 @contextmanager
 def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Turn off `config.use_cache` of a transformers model for the time of this context, unless the
-    call asks for the cache: only generation needs it. The first time for a model, this warns.
+    call asks for the cache: only generation needs it. The first time for a model, this warns, but
+    not for an encoder, which makes none whatever its config says.
 
     What the model computes stays: with its cache on, transformers looks for no packed sequences.
     """
@@ -173,7 +174,7 @@ def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]
     if not on or "use_cache" in kwargs:
         yield
         return
-    if model not in _WARNED:
+    if model not in _WARNED and _may_make_cache(model):
         _WARNED.add(model)
         warnings.warn(
             f"{type(model).__name__} has use_cache on: it is planned without the cache of keys and "
@@ -188,6 +189,12 @@ def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]
     finally:
         for config in on:
             config.use_cache = True
+
+
+def _may_make_cache(model: nn.Module) -> bool:
+    """Whether a model takes former keys and values, or is no model of transformers itself."""
+    taken = inspect.signature(model.forward).parameters
+    return "past_key_values" in taken or not hasattr(model, "config")
 
 
 @contextmanager
