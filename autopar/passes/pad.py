@@ -96,6 +96,7 @@ _FINITE = {
     aten.div.Scalar,
     aten.neg.default,
     aten.relu.default,
+    aten.square.default,
     aten.silu.default,
     aten.gelu.default,
     aten.sigmoid.default,
@@ -736,8 +737,11 @@ def _is_finite(node: fx.Node) -> bool:
         return bool(bound(node)["exponent"] in (1, 2, 3))
     if node.target is aten.rsqrt.default:
         return _is_positive(node.args[0])
+    if node.target is aten.div.Tensor:
+        return not isinstance(node.args[1], fx.Node) or _is_sum_of_largest(node.args[1])
     known = (_REORDERS, _FINITE, _MATMULS, _NORMS, _SOFTMAXES, _SUMS, _MEANS, _OF_CLASSES)
-    return node.target in (aten.dropout.default, experts_op) or any(node.target in x for x in known)
+    others = (aten.dropout.default, aten.topk.default, experts_op)
+    return node.target in others or any(node.target in x for x in known)
 
 
 def _masked_dim(node: fx.Node) -> int:
@@ -756,3 +760,21 @@ def _is_positive(node: Any) -> bool:
         return False
     epsilon = node.args[1]
     return isinstance(epsilon, int | float) and epsilon > 0
+
+
+def _is_sum_of_largest(node: fx.Node) -> bool:
+    """Whether a value is the sum of the largest results of a softmax, by which a router divides."""
+    if node.target is not aten.sum.dim_IntList or not isinstance(node.args[0], fx.Node):
+        return False
+    largest, index = node.args[0], 0
+    if largest.target is operator.getitem:
+        largest, index = largest.args  # type: ignore[assignment]
+    of = largest.args[0]
+    if largest.target is not aten.topk.default or index or not isinstance(of, fx.Node):
+        return False
+    if of.target not in (aten.softmax.int, aten._softmax.default):
+        return False
+    values, count = bound(largest), len(shape_of(of.meta["val"]))
+    dims = {dim % count for dim in bound(node)["dim"] or ()}
+    own = values["dim"] % count
+    return bool(values["largest"]) and own == _masked_dim(of) and own in dims

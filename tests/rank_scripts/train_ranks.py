@@ -45,6 +45,8 @@ CONTEXTS: dict[str, Layouts] = {
     "contiguous": GridContext(2, "megatron", "contiguous"),
     "sharded": GridContext(2),
     "heads": GridContext(2, attention="heads"),
+    "contiguous alone": GridContext(4, attention="contiguous"),
+    "x of 4d": GridContext(2, Grid4D(x=2)),
 }
 STEPS = 3
 ADAM_W = partial(torch.optim.AdamW, lr=1e-3)

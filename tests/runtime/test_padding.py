@@ -191,8 +191,8 @@ def test_the_plan_says_what_is_padded_and_a_file_keeps_it(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_four_ranks_train_it(tmp_path: Path) -> None:
-    facts = launched(tmp_path, 4, "train", script="padding_ranks.py")["train"]
+def test_four_ranks_train_and_save_it(tmp_path: Path) -> None:
+    facts = launched(tmp_path, 4, "states", script="padding_ranks.py")["states"]
     assert [515, 516] in facts["padding"] and [6, 8] in facts["padding"]
     assert facts["rows"] == [129, 129, 129, 128] and facts["shape"] == [515, 48]
     assert max(facts["steps"]) < 1e-9 and facts["norm"] < 1e-9

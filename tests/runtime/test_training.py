@@ -12,6 +12,7 @@ from launch import launched
 LIMIT = 1e-4  # relative, in L2
 ON_TWO = {"gpt": ["fsdp"], "llama": ["auto", "fsdp"]}
 LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
+CONTEXTS = ["strided", "contiguous", "sharded", "heads", "contiguous alone", "x of 4d"]
 
 
 @pytest.mark.slow_cells("*-llama")
@@ -29,8 +30,8 @@ def test_training_equals_one_device(tmp_path: Path, ranks: int, name: str) -> No
 @pytest.mark.parametrize("name", ["llama", "bert", "gpt2", "gemma3", "t5"])
 def test_context_parallelism_equals_one_device(tmp_path: Path, name: str) -> None:
     """Grouped queries, padding, a tied head, windows, and attention to another sequence."""
-    tasks = [f"{name} {how}" for how in ("strided", "contiguous", "sharded", "heads")]
-    facts = launched(tmp_path, 4, *tasks, seconds=600)
+    tasks = [f"{name} {how}" for how in CONTEXTS]
+    facts = launched(tmp_path, 4, *tasks, seconds=900)
     for task in tasks:
         one_layout(facts[task], f"{task}: ")
 

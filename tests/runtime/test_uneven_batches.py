@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,7 +9,6 @@ import autopar
 import uneven_batches
 from autopar.errors import LayoutError
 from autopar.planner.request import Grid4D, GridHSDP
-from launch import launched
 from uneven_batches import CASES, COUNTED, REFUSED
 
 SIZES = [(7, 4), (5, 4), (7, 8)]
@@ -114,10 +111,3 @@ def test_a_batch_that_would_double_is_not_padded() -> None:
     model, inputs = uneven_batches.mlp(3)
     with pytest.raises(LayoutError, match="a batch of 3"):
         autopar.plan(model, 8, inputs, layout="fsdp")
-
-
-@pytest.mark.slow
-def test_four_ranks_train_on_a_last_batch(tmp_path: Path) -> None:
-    facts = launched(tmp_path, 4, "last_batch", script="padding_ranks.py")["last_batch"]
-    assert facts["padding"] == [[], [[7, 8]], [[7, 8]]]
-    assert max(facts["errors"]) < 1e-9

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import autopar
 import uneven_sequences
 from autopar.errors import LayoutError
-from autopar.planner.request import GridContext, Layouts
-from launch import launched
+from autopar.planner.request import GridContext, GridEP, Layouts
 from uneven_sequences import COUNTED, REFUSED, Case
 
 MODELS = {"llama": uneven_sequences.llama, "gpt2": uneven_sequences.gpt2}
@@ -85,6 +82,23 @@ def test_weights_of_attention_that_are_dropped_leave_the_sequence_as_it_is() -> 
     refused(uneven_sequences.layer(7, COUNTED["mean"], dropout=0.1))
 
 
+@pytest.mark.slow_cells("*-cp x *", "qwen3_moe-*")
+@pytest.mark.parametrize(
+    "layout",
+    ["cp", GridContext(2), GridContext(2, GridEP(expert=2))],
+    ids=["cp", "cp x fsdp", "cp x ep"],
+)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_routers_take_tokens_that_are_no_copies(name: str, layout: Layouts) -> None:
+    assert padding(planned(uneven_sequences.moe(name, 7), 4, layout)) == {(7, 8)}
+
+
+def test_rows_and_tokens_are_not_both_padded() -> None:
+    model, (ids,) = uneven_sequences.layer(7, COUNTED["mean"])
+    with pytest.raises(LayoutError, match="a batch of 7"):
+        autopar.plan(model, 4, (ids[:7],), layout=GridContext(2))
+
+
 @pytest.mark.slow
 def test_a_plan_of_a_file_pads_the_same_tokens() -> None:
     model, inputs = uneven_sequences.llama(6)
@@ -92,13 +106,6 @@ def test_a_plan_of_a_file_pads_the_same_tokens() -> None:
     again = autopar.Plan.from_json(plan.to_json())
     assert padding(again) == padding(plan) == {(6, 8)}
     autopar.verify(model, None, inputs, layout=again)
-
-
-@pytest.mark.slow
-def test_four_ranks_train_on_seven_tokens(tmp_path: Path) -> None:
-    facts = launched(tmp_path, 4, "seven_tokens", script="padding_ranks.py")["seven_tokens"]
-    assert facts["padding"] == [[7, 8]]
-    assert max(facts["errors"]) < 1e-9
 
 
 @pytest.mark.slow

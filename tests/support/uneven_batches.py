@@ -34,21 +34,6 @@ def mlp(rows: int, loss: Loss = lambda m, x, y: F.mse_loss(x, y)) -> Case:
     return Rows(loss), (torch.randn(rows, 16), torch.randn(rows, 16))
 
 
-def tokens(rows: int) -> Case:
-    """Four ranks divide nothing of it but eight rows."""
-    torch.manual_seed(0)
-
-    class Odd(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(15, 255), nn.GELU(), nn.Linear(255, 15))
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return F.mse_loss(self.body(x), y)
-
-    return Odd(), (torch.randn(rows, 1023, 15), torch.randn(rows, 1023, 15))
-
-
 def _labels(y: Tensor) -> Tensor:
     """Classes of rows, of which the second counts for nothing."""
     return torch.where(torch.arange(len(y)) == 1, -100, y.argmax(-1))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
+import moe_models
 import padded_models
 from padded_models import Case
 
@@ -42,6 +43,12 @@ def t5(tokens: int) -> Case:
     return cut(padded_models.t5(WORDS, heads=HEADS), tokens)
 
 
+def moe(name: str, tokens: int) -> Case:
+    """A mixture of experts, whose router divides by the sum of the scores that it takes."""
+    model, _, inputs = getattr(moe_models, name)()
+    return cut((padded_models.Losses(model), inputs), tokens)
+
+
 class Layer(nn.Module):
     """One layer of attention whose loss is a function of (its result, the embedded tokens)."""
 
@@ -69,6 +76,7 @@ def layer(tokens: int, loss: Loss, causal: bool = True, dropout: float = 0.0) ->
 COUNTED: dict[str, Loss] = {
     "sum": lambda y, x: (y * x).sum(),
     "mean": lambda y, x: (y + x).mean(),
+    "mean of squares": lambda y, x: (y.square() + x).mean(),
     "mean of tokens": lambda y, x: y.mean(1).square().sum(),
     "before attention": lambda y, x: y.mean() + (x * x).exp().sum(1).log().mean(),
 }
@@ -78,5 +86,6 @@ REFUSED: dict[str, Loss] = {
     "largest": lambda y, x: y.amax(1).sum(),
     "next token": lambda y, x: (y[:, :-1] * x[:, 1:]).mean(),
     "logarithm": lambda y, x: (y * y).log().mean(),
+    "a division": lambda y, x: (y / (y * y).sum(-1, keepdim=True)).mean(),
     "last token": lambda y, x: y[:, -1].square().mean(),
 }
