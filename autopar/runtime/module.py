@@ -477,6 +477,9 @@ class ParallelModule(Inspection, nn.Module):
             if graph.draws and state.seed.renewed():
                 state.watch.agree("a call after torch.manual_seed")
                 state.seed.start(ranks.from_rank_0(torch.initial_seed()))
+            if (records := torch.is_grad_enabled()) not in graph.modes:
+                state.watch.agree(f"a call {'with' if records else 'without'} gradients")
+                graph.modes.add(records)
             values = graph.values(bound, state)
         except Exception as error:
             state.watch.count_call((), error)

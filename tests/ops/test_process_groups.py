@@ -104,7 +104,10 @@ KILLED = ("forward", "backward", "emitted forward", "emitted backward")
 IN_STEP = tuple(name for name in TASKS if name.startswith(tuple(SCHEDULES)))
 QUICK_STEP = "zero-bubble, killed"
 UNLIKE = tuple(name for name in TASKS if name.startswith("unlike"))
-LATE = tuple(n for n in TASKS if n not in {*KILLED, "stopped", *IN_STEP, *UNLIKE} - {QUICK_STEP})
+ALONE = tuple(name for name in TASKS if name.startswith("alone"))
+LATE = tuple(
+    n for n in TASKS if n not in {*KILLED, "stopped", *IN_STEP, *UNLIKE, *ALONE} - {QUICK_STEP}
+)
 
 
 def outcomes(folder: Path, *names: str) -> dict[str, list[Any]]:
@@ -186,10 +189,21 @@ def test_ranks_of_stages_that_make_unlike_calls_all_say_so(tmp_path: Path) -> No
     for name, everyone in outcomes(tmp_path, *UNLIKE).items():
         for rank in everyone:
             assert rank is not None and rank["seen"].startswith("RankError: "), (name, everyone)
-            assert "failed in call 4: a rank did not come in time" in rank["seen"], (name, rank)
+            assert "failed in call 5: a rank did not come in time" in rank["seen"], (name, rank)
             assert rank["seconds"] < TIMEOUT + 15, (name, rank)
         called = "".join(rank["seen"] for rank in everyone)
         assert "(training " in called and "(evaluation " in called, (name, called)
+
+
+@pytest.mark.slow
+def test_a_rank_that_evaluates_alone_hears_of_it_at_once(tmp_path: Path) -> None:
+    for name, (first, *others) in outcomes(tmp_path, *ALONE).items():
+        says = "RankError: the ranks make different calls, call 4: rank 0 makes a call without"
+        assert first["seen"].startswith(f"{says} gradients; rank 1 makes a call as before"), first
+        assert first["seconds"] < TIMEOUT, (name, first)
+        for rank in others:
+            assert rank["seen"].startswith("RankError: "), (name, rank)
+            assert rank["seconds"] < TIMEOUT + 15, (name, rank)
 
 
 def test_a_rank_that_was_killed_before_inputs_are_compared_is_named(late: Any) -> None:

@@ -132,14 +132,26 @@ def ahead(rank: int, plan: Any, calls: int) -> Any:
 
 
 def unlike(rank: int, plan: Any, gone: int) -> Any:
-    """A rank calls under no_grad where the others train."""
+    """A rank calls under no_grad where the others train, after a call in which all did."""
     par = parallel(plan)
+    with torch.no_grad():
+        par(rows())
     yield
     for _ in range(2):
         with torch.set_grad_enabled(rank != gone):
             loss = par(rows())
         if rank != gone:
             loss.backward()
+
+
+def alone_without_gradients(rank: int, plan: Any) -> Any:
+    """Rank 0 evaluates for the first time, alone."""
+    par = parallel(plan)
+    yield
+    with torch.set_grad_enabled(rank > 0):
+        loss = par(rows())
+    if rank:
+        loss.backward()
 
 
 KILLED_IN_B = partial(gone_in, action="backward", signal_number=signal.SIGKILL)
@@ -172,6 +184,8 @@ TASKS: dict[str, tuple[int, Any, Task]] = {
     "unlike, interleaved": (2, Stages(2, "ddp", "interleaved", 2), partial(unlike, gone=0)),
     "unlike, zbv": (2, Stages(2, "ddp", "zbv", 2), partial(unlike, gone=0)),
     "unlike, zbv of 4": (4, Stages(2, "ddp", "zbv", 2), partial(unlike, gone=3)),
+    "alone, fsdp": (3, "fsdp", alone_without_gradients),
+    "alone, stages": (2, Stages(2, "ddp"), alone_without_gradients),
     "killed, compared": (2, "ddp", partial(killed, phase="forward", calls=1)),
     "a call more": (2, "ddp", partial(ahead, calls=4)),
     "a call more, compared": (2, "ddp", partial(ahead, calls=1)),
@@ -215,10 +229,14 @@ def started(name: str, folder: Path) -> list[int]:
 
 
 def outcomes(names: list[str], base: Path) -> dict[str, list[Any]]:
-    """All but one rank of each task end by themselves; all where they make unlike calls."""
+    """All but one rank of each task end by themselves; all where they make unlike calls, or one
+    evaluates alone.
+    """
     children = [pid for name in names for pid in started(name, base / name)]
     ending = sum(
-        1 if name.startswith("a call") else TASKS[name][0] - (not name.startswith("unlike"))
+        1
+        if name.startswith("a call")
+        else TASKS[name][0] - (not name.startswith(("unlike", "alone")))
         for name in names
     )
     until = time.monotonic() + PATIENCE

@@ -170,6 +170,7 @@ class StepGraph:
         self.program, self.run = dataclasses.replace(program, tensors={}), run
         self.device_mesh, self.coordinate, self.device = device_mesh, coordinate, device
         self.seed, self.gradients, self._numbers = seed, gradients, dict(numbers)
+        self.modes = {gradients}  # whether the calls that all ranks agreed on record gradients
         self.signature = program.signature
         self.autocast: Autocast = program.signature.autocast
         self.replicated_outputs = program.plan is not None and program.plan.replicated_outputs
