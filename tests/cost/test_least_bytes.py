@@ -107,7 +107,9 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow_cells("*-gpt2", "*-llama", "*-bert", "*-t5", "*-gemma3", "*-vit", "[m4]*-gpt")
+@pytest.mark.slow_cells(
+    "*-gpt2", "*-llama", "*-bert", "*-t5", "*-gemma3", "*-vit", "megatron-gpt", "4d-gpt"
+)
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("layout", ["fsdp", "megatron", "auto", "4d"])
 def test_no_peak_is_below(name: str, layout: str) -> None:
