@@ -54,7 +54,8 @@ def _groups_of(members: list[fx.Node], rules: dict[str, OpShardingRule]) -> list
     cheap: dict[fx.Node, int] = {}
     level: dict[fx.Node, int] = {}
     for node in members:
-        before = [n for n in node.all_input_nodes if n in level]
+        makers = (n if n in level else _caller(n) for n in node.all_input_nodes)
+        before = [n for n in makers if n in level]
         level[node] = max((level[n] + (n not in cheap) for n in before), default=0)
         if _is_cheap(node, cheap):
             cheap[node] = level[node]
@@ -81,6 +82,13 @@ def _groups_of(members: list[fx.Node], rules: dict[str, OpShardingRule]) -> list
         if again and products:
             groups.append(((*again, *products), frozenset(again)))
     return groups
+
+
+def _caller(node: fx.Node) -> fx.Node:
+    """Return the call of which a node is a result: of a group, which is of the block, as the result
+    itself is not.
+    """
+    return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _is_cheap(node: fx.Node, cheap: Collection[fx.Node]) -> bool:

@@ -73,6 +73,13 @@ def test_numbers_are_those_of_one_device(
     assert again.nodes == plain.nodes
 
 
+@pytest.mark.parametrize("layout", ["2.5d", pytest.param("megatron-sp", marks=pytest.mark.slow)])
+def test_attention_of_several_ops_is_right(layout: str) -> None:
+    """gemma2 caps its scores: cheap ops stand before two products, one after the other."""
+    model, inputs = example("gemma2")
+    autopar.verify(model, 4, inputs, layout, recompute="selective")
+
+
 @pytest.mark.slow_cells("gpt-2-megatron-0.75-cr")
 @pytest.mark.slow_cells(
     "gpt-4-fsdp-0.7-cg", "gpt-4-fsdp-0.8-cg", "gpt-4-fsdp-0.95-c", "llama-4-fsdp-0.75-cg",
