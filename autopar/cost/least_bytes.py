@@ -4,7 +4,7 @@ Example: a decoder of 48 layers has 36 GiB of stored weights and 72 GiB of AdamW
 tensor of 12 GiB goes from each block to the next. 256 ranks hold an equal part of all that at best,
 2.7 GiB each: a limit of 2 GiB is refused before any search.
 
-An annotated program enters, bytes leave. planner/planner.py holds them against the limit.
+An annotated program enters, bytes leave. planner.py and world_size.py hold them against a limit.
 """
 
 from __future__ import annotations
@@ -15,10 +15,17 @@ from collections.abc import Iterator
 from torch import Tensor, fx
 
 from autopar.cost.activations import ParameterMemory, SavedActivations, SavedActivationsByNode
-from autopar.cost.memory import Optimizer
+from autopar.cost.memory import Budget, Optimizer
 from autopar.ir.graph import block_of, producer
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import operands_of, value_of
+
+
+def is_excluded(program: Program, ranks: int, budget: Budget | None) -> bool:
+    """Whether every plan on so many ranks holds more than the budget's limit."""
+    if budget is None or budget.memory_bytes is None:
+        return False
+    return least_bytes(program, ranks, budget.optimizer) > budget.memory_bytes
 
 
 def least_bytes(program: Program, ranks: int, optimizer: Optimizer) -> float:

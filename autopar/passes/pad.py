@@ -764,17 +764,18 @@ def _is_positive(node: Any) -> bool:
 
 def _is_sum_of_largest(node: fx.Node) -> bool:
     """Whether a value is the sum of the largest results of a softmax, by which a router divides."""
-    if node.target is not aten.sum.dim_IntList or not isinstance(node.args[0], fx.Node):
+    if node.target is not aten.sum.dim_IntList:
         return False
-    largest, index = node.args[0], 0
-    if largest.target is operator.getitem:
-        largest, index = largest.args  # type: ignore[assignment]
-    of = largest.args[0]
-    if largest.target is not aten.topk.default or index or not isinstance(of, fx.Node):
+    (largest,) = node.all_input_nodes
+    if largest.target is not operator.getitem or largest.args[1] != 0:
         return False
+    (top,) = largest.all_input_nodes
+    if top.target is not aten.topk.default:
+        return False
+    (of,) = top.all_input_nodes
     if of.target not in (aten.softmax.int, aten._softmax.default):
         return False
-    values, count = bound(largest), len(shape_of(of.meta["val"]))
+    values, count = bound(top), len(shape_of(of.meta["val"]))
     dims = {dim % count for dim in bound(node)["dim"] or ()}
     own = values["dim"] % count
     return bool(values["largest"]) and own == _masked_dim(of) and own in dims

@@ -12,6 +12,9 @@ again in the backward, plans are searched as if all were: that costs two gathers
 most promising plans are then rematerialized as little as fits (rematerialize.py), and the fastest
 wins. "auto" also compares the named layouts' plans.
 
+A limit that is below what every plan holds (cost/least_bytes.py) has no contenders: `most_frugal`
+then gives the plan that the refusal names.
+
 A program, contenders and a request enter, the program with the plan that fits leaves. It is the
 only stage that goes back to an earlier one: which price of a byte is worth a search, the peak of
 the plan at the last one says. confirm.py is the next stage.

@@ -17,12 +17,11 @@ Called by api.py, tools/ and, part by part, the runtime.
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import partial
 
 from torch import nn
 
-from autopar.cost.least_bytes import least_bytes
+from autopar.cost.least_bytes import is_excluded
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program, check_choices
 from autopar.passes import annotate, draws, masks
@@ -145,9 +144,8 @@ def search_plan(program: Program, world: World, request: PlanRequest) -> Program
     that of least memory where none fits; without a limit, the plan of least time. Where bytes that
     every plan holds are above the limit, none is searched for its time.
     """
-    bare, budget = dataclasses.replace(program, tensors={}, plan=None), request.budget
-    limit = math.inf if budget is None or budget.memory_bytes is None else budget.memory_bytes
-    if budget is not None and least_bytes(bare, world.ranks, budget.optimizer) > limit:
+    bare = dataclasses.replace(program, tensors={}, plan=None)
+    if is_excluded(bare, world.ranks, request.budget):
         chosen = most_frugal(bare, world, request)
     else:
         chosen = fit(bare, world, fastest_plans(bare, world, request), request)

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from autopar.cost.least_bytes import least_bytes
+from autopar.cost.least_bytes import is_excluded
 from autopar.cost.memory import Budget
 from autopar.cost.simulator import timeline
 from autopar.cost.summary import summary_rows
@@ -92,11 +92,10 @@ def larger_world(program: Program, plan: Plan, request: PlanRequest, needs: Memo
     """
     budget = request.budget
     assert budget is not None and budget.memory_bytes is not None and request.layout is not None
-    limit = budget.memory_bytes
-    doublings = max(1, math.ceil(math.log2(needs.peak / limit)))
+    doublings = max(1, math.ceil(math.log2(needs.peak / budget.memory_bytes)))
     for exponent in range(doublings, doublings + _TRIES):
         world = _times(plan.world, 2**exponent)
-        if world is None or least_bytes(program, world.ranks, budget.optimizer) > limit:
+        if world is None or is_excluded(program, world.ranks, budget):
             continue
         model = ShortenedModel(program, world)
         for layout in ("fsdp", "auto") if request.layout == "auto" else (request.layout,):
