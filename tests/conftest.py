@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from autopar.world import ranks
 
 torch.set_num_threads(1)
 HERE = Path(__file__).parent
@@ -53,6 +57,16 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     for name in ("exported_anew", "exported_with_derivatives"):
         monkeypatch.setattr(trace, name, counted(getattr(trace, name)))
     return exported
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process as rank 0 of two, which agree with each other and never answer."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    monkeypatch.setattr(ranks, "all_of", lambda value: [value, value])
+    monkeypatch.setattr(ranks, "from_rank_0", lambda value: value)
+    yield
+    dist.destroy_process_group()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 AUTOPAR = ROOT / "autopar"
+TESTS = ROOT / "tests"
 
 # From the ground up; "" is autopar/__init__.py.
 ORDER = (
@@ -206,3 +207,49 @@ def top(name: str) -> str:
 
 def full(name: str) -> str:
     return f"autopar.{name}" if name else "autopar"
+
+
+# -- tests -----------------------------------------------------------------------------------------
+def test_what_tests_share_stands_in_support() -> None:
+    texts = {path.relative_to(TESTS): path.read_text() for path in TESTS.rglob("*.py")}
+    assert imports_of_tests(texts) == []
+
+
+def test_an_import_of_a_test_or_of_another_rank_script_is_reported() -> None:
+    texts = {
+        "cli/test_b.py": "def f():\n    from test_a import run",
+        "cli/test_c.py": "import tests.cli.test_a as a\nfrom tests.cli import test_b",
+        "cli/test_d.py": "from tests.fuzz.case import Case\nimport launch, train_ranks",
+        "rank_scripts/moe_ranks.py": "from train_ranks import joined\nimport torch",
+        "rank_scripts/train_ranks.py": "import test_a",
+        "support/plans.py": "import train_ranks",
+    }
+    assert imports_of_tests({Path(name): text for name, text in texts.items()}) == [
+        "cli/test_b.py line 2 imports test_a",
+        "cli/test_c.py line 1 imports tests.cli.test_a",
+        "cli/test_c.py line 2 imports tests.cli.test_b",
+        "rank_scripts/moe_ranks.py line 1 imports train_ranks",
+        "rank_scripts/train_ranks.py line 1 imports test_a",
+        "support/plans.py line 1 imports train_ranks",
+    ]
+
+
+def imports_of_tests(texts: dict[Path, str]) -> list[str]:
+    """Every import of a test module, and of a rank script by another file than a test."""
+    scripts = {path.stem for path in texts if path.parent.name == "rank_scripts"}
+    messages = []
+    for path, text in texts.items():
+        for node in ast.walk(ast.parse(text)):
+            targets = []
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                members = [f"{base}.{a.name}" for a in node.names if a.name.startswith("test_")]
+                targets = [base, *members]
+            for target in targets:
+                name = target.split(".")[-1]
+                script = name in scripts and not path.name.startswith("test_")
+                if name.startswith("test_") or script:
+                    messages.append(f"{path} line {node.lineno} imports {target}")
+    return messages

@@ -7,9 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from test_cli import refused, run
 
-SMALL = ("advise", "test_cli:tiny", "--world", "dgx-h100", "--ranks", "2")
+from commands import refused, run
+
+SMALL = ("advise", "targets:tiny", "--world", "dgx-h100", "--ranks", "2")
 
 
 def test_the_options_are_written_and_said(tmp_path: Path) -> None:

@@ -24,57 +24,10 @@ from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D
 from autopar.tools.targets import NAMED, Batch, TargetError, resolve
 from autopar.world import World
 from autopar.world.hardware import Measured
-from models import Mlp as MseMlp
+from commands import refused, run
 
 RED = "\x1b[31m"
-
-
-# -- targets that the tests name as "test_cli:..." -------------------------------------------------
-class Mlp(MseMlp):
-    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        y = self.down(nn.functional.gelu(self.up(x)))
-        return (y - target).square().mean()
-
-
-def tiny() -> tuple[nn.Module, Any]:
-    torch.manual_seed(0)
-    print("a model that talks")
-    return Mlp(), (torch.randn(16, 64), torch.randn(16, 64))
-
-
-def tiny_of(batch: int, sequence: int) -> tuple[nn.Module, Any]:
-    return Mlp(sequence), {"x": torch.randn(batch, sequence), "target": torch.randn(1, sequence)}
-
-
-def wide() -> tuple[nn.Module, Any]:
-    return Mlp(128), (torch.randn(16, 128), torch.randn(16, 128))
-
-
-def on_meta() -> tuple[nn.Module, Any]:
-    with torch.device("meta"):
-        return Mlp(), (torch.randn(16, 64), torch.randn(16, 64))
-
-
-def broken() -> tuple[nn.Module, Any]:
-    raise RuntimeError("no weights today")
-
-
-def no_pair() -> nn.Module:
-    return Mlp()
-
-
-def run(*arguments: str, status: int = 0) -> Any:
-    result = CliRunner().invoke(main.app, list(arguments))
-    assert result.exit_code == status, (result.exception, result.output)
-    return result
-
-
-def refused(*arguments: str) -> str:
-    """The message of a refusal: one line on stderr after any progress, no traceback."""
-    result = run(*arguments, status=2)
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr.strip().splitlines()[-1]
+TARGETS = Path(__file__).parents[1] / "support" / "targets.py"
 
 
 # -- plan, show ------------------------------------------------------------------------------------
@@ -82,7 +35,7 @@ def refused(*arguments: str) -> str:
 @pytest.mark.parametrize(
     ("target", "heading", "subgraph"),
     [
-        ("test_cli:tiny", "test_cli:tiny: 33.1 k parameters", "up"),
+        ("targets:tiny", "targets:tiny: 33.1 k parameters", "up"),
         ("gpt2", "gpt2, batch 8x128: 124 M parameters", r"blocks\.[0-9-]+\.up"),
     ],
 )
@@ -114,7 +67,7 @@ def test_plan_writes_the_timeline_of_the_step_it_prints(tmp_path: Path) -> None:
     more = ("--ranks", "4", "--layout", "fsdp", "--timeline", str(path))
     for overlap in (True, False):
         how = "--overlap" if overlap else "--no-overlap"
-        facts = json.loads(run("plan", "test_cli:tiny", *more, how, "--json").stdout)
+        facts = json.loads(run("plan", "targets:tiny", *more, how, "--json").stdout)
         seconds = facts["overlapped"] if overlap else facts["seconds"]
         shown = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
         assert max(e["ts"] + e["dur"] for e in shown) / 1e6 == pytest.approx(seconds, rel=0.01)
@@ -125,27 +78,27 @@ def test_plan_writes_the_timeline_of_the_step_it_prints(tmp_path: Path) -> None:
 def test_rates_that_are_assumed_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that calibrate measured."""
     monkeypatch.chdir(tmp_path)
-    printed = run("plan", "test_cli:tiny", "--ranks", "4", "--save", "plan.json").stdout
+    printed = run("plan", "targets:tiny", "--ranks", "4", "--save", "plan.json").stdout
     assert (
         "rates    assumed of devices and links like these, not measured: `torchrun --np" in printed
     )
     assert "--nproc-per-node 4 -m autopar calibrate`" in run("show", "plan.json").stdout
-    preset = run("plan", "test_cli:tiny", "--world", "dgx-h100").stdout
+    preset = run("plan", "targets:tiny", "--world", "dgx-h100").stdout
     assert "rates    assumed from published figures of dgx-h100, not measured" in preset
     timing = Measured("all_reduce", ((4, 1),), 4, 1e-4, 1e-9)
     dataclasses.replace(World.of(4), measured=(timing,)).save("world.json")
-    assert "assumed" not in run("plan", "test_cli:tiny", "--ranks", "4").stdout
-    facts = json.loads(run("plan", "test_cli:tiny", "--ranks", "4", "--json").stdout)
+    assert "assumed" not in run("plan", "targets:tiny", "--ranks", "4").stdout
+    facts = json.loads(run("plan", "targets:tiny", "--ranks", "4", "--json").stdout)
     assert facts["measured"] is True
-    facts = json.loads(run("plan", "test_cli:tiny", "--ranks", "2", "--json").stdout)
+    facts = json.loads(run("plan", "targets:tiny", "--ranks", "2", "--json").stdout)
     assert facts["measured"] is False
 
 
 def test_plan_as_json_is_all_of_stdout() -> None:
-    arguments = ("plan", "test_cli:tiny", "--ranks", "4", "--layout", "ddp", "--json")
+    arguments = ("plan", "targets:tiny", "--ranks", "4", "--layout", "ddp", "--json")
     result = run(*arguments)
     facts = json.loads(result.stdout)
-    assert facts["target"] == "test_cli:tiny"
+    assert facts["target"] == "targets:tiny"
     assert facts["parameters"] == 64 * 256 * 2 + 64 + 256
     assert facts["mesh"] == {"data": 4}
     # a ring sends 2 · 3/4 of every gradient, and of the loss
@@ -157,9 +110,9 @@ def test_plan_as_json_is_all_of_stdout() -> None:
 
 def test_plan_takes_a_grid_and_a_batch() -> None:
     arguments = ("--ranks", "4", "--layout", "4d:x=2,y=2", "--batch", "8x64", "--json")
-    facts = json.loads(run("plan", "test_cli:tiny_of", *arguments).stdout)
+    facts = json.loads(run("plan", "targets:tiny_of", *arguments).stdout)
     assert facts["mesh"] == {"x": 2, "y": 2}
-    assert facts["target"] == "test_cli:tiny_of, batch 8x64"
+    assert facts["target"] == "targets:tiny_of, batch 8x64"
 
 
 FILE = """
@@ -194,27 +147,27 @@ def test_a_file_is_a_target(stem: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_plan_needs_no_values() -> None:
-    facts = json.loads(run("plan", "test_cli:on_meta", "--ranks", "2", "--json").stdout)
+    facts = json.loads(run("plan", "targets:on_meta", "--ranks", "2", "--json").stdout)
     assert facts["ranks"] == 2
 
 
 # -- verify ----------------------------------------------------------------------------------------
 def test_verify_a_function() -> None:
-    printed = run("verify", "test_cli:tiny", "--ranks", "8", "--layout", "4d").stdout
+    printed = run("verify", "targets:tiny", "--ranks", "8", "--layout", "4d").stdout
     assert "8 ranks equal one" in printed
 
 
 def test_verify_a_saved_plan(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
-    run("plan", "test_cli:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
-    printed = run("verify", "test_cli:tiny", "--layout", path).stdout
+    run("plan", "targets:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
+    printed = run("verify", "targets:tiny", "--layout", path).stdout
     assert "4 ranks equal one" in printed
-    run("verify", "test_cli:tiny", "--layout", path, "--ranks", "4")
+    run("verify", "targets:tiny", "--layout", path, "--ranks", "4")
     for option in (("--ranks", "8"), ("--world", "dgx-h100")):
-        message = refused("verify", "test_cli:tiny", "--layout", path, *option)
+        message = refused("verify", "targets:tiny", "--layout", path, *option)
         assert "is a plan for 4 ranks of its own world: leave --world and --ranks out" in message
     assert "gpt2 is cut down to be verified" in refused("verify", "gpt2", "--layout", path)
-    other = refused("verify", f"{__file__}:wide", "--layout", path)
+    other = refused("verify", f"{TARGETS}:wide", "--layout", path)
     assert "plan again" in other
 
 
@@ -238,23 +191,23 @@ def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
         (("plan", "gpt9"), "TargetError: unknown target 'gpt9': write file.py:function or package"),
         (("plan", "no/such.py:f"), "target 'no/such.py:f': there is no file /"),
         (("plan", __file__), "name the function, too, which returns (model, inputs), as /"),
-        (("plan", f"{__file__}:nothing"), "test_cli.py has no function 'nothing'; it has tiny"),
+        (("plan", f"{TARGETS}:nothing"), "targets.py has no function 'nothing'; it has tiny"),
         (("plan", "no_such:f"), "there is no module 'no_such' here"),
         (
-            ("plan", "test_cli:nothing"),
-            "test_cli has no function 'nothing'; it has tiny, tiny_of, wide, on_meta",
+            ("plan", "targets:nothing"),
+            "targets has no function 'nothing'; it has tiny, tiny_of, wide, on_meta",
         ),
-        (("plan", "test_cli:broken"), "calling it gave RuntimeError: no weights today at "),
-        (("plan", "test_cli:no_pair"), "returned (Mlp): return (model, inputs)"),
-        (("plan", "test_cli:tiny", "--batch", "8x8"), "makes its own batch: leave --batch out"),
+        (("plan", "targets:broken"), "calling it gave RuntimeError: no weights today at "),
+        (("plan", "targets:no_pair"), "returned (Mlp): return (model, inputs)"),
+        (("plan", "targets:tiny", "--batch", "8x8"), "makes its own batch: leave --batch out"),
         (("plan", "gpt2", "--batch", "8"), "batch '8': write samples x sequence"),
         (("plan", "gpt2", "--batch", "8x0"), "batch '8x0': write samples x sequence"),
         (("plan", "gpt2", "--batch", "8x2048"), "gpt2 reads at most 1024 tokens, not 2048"),
         (("plan", "gpt2", "--layout", "5d"), "LayoutError: unknown layout '5d'; known ones: auto"),
         (("plan", "gpt2", "--world", "no/such.json"), "Error: "),
-        (("plan", "test_cli:tiny", "--outputs", "half"), "outputs is 'half': it is to be"),
-        (("verify", "test_cli:on_meta"), "parameters on the meta device"),
-        (("verify", "test_cli:tiny", "--ranks", "64", "--layout", "ddp"), "a batch of 16"),
+        (("plan", "targets:tiny", "--outputs", "half"), "outputs is 'half': it is to be"),
+        (("verify", "targets:on_meta"), "parameters on the meta device"),
+        (("verify", "targets:tiny", "--ranks", "64", "--layout", "ddp"), "a batch of 16"),
         (("show", "no_such_plan.json"), "no_such_plan.json: No such file or directory"),
         (
             ("plan", "gpt2", "--timeline", "nowhere/x.json"),

@@ -11,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
-from test_cli import run
 from typer.testing import CliRunner
 
 from autopar import api
 from autopar.cli import main
 from autopar.cli.command import MEANINGS, ExitStatus
 from autopar.errors import VerificationError
+from commands import COMMANDS, GROUP, run
 
 ROOT = Path(__file__).parents[2]
-GROUP: Any = typer.main.get_command(main.app)
-COMMANDS = sorted(GROUP.commands)
 
 
 def test_every_file_of_a_command_is_registered() -> None:
@@ -62,7 +59,7 @@ def test_a_wrong_layout_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> No
         raise VerificationError("the first wrong node is linear")
 
     monkeypatch.setattr(api, "verify", verify)
-    result = run("verify", "test_cli:tiny", "--ranks", "2", status=ExitStatus.CHECK_FAILED)
+    result = run("verify", "targets:tiny", "--ranks", "2", status=ExitStatus.CHECK_FAILED)
     assert "the first wrong node is linear" in result.stderr
 
 
@@ -78,7 +75,7 @@ def test_an_interrupt_has_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(api, "plan", plan)
-    result = CliRunner().invoke(main.app, ["plan", "test_cli:tiny", "--ranks", "2"])
+    result = CliRunner().invoke(main.app, ["plan", "targets:tiny", "--ranks", "2"])
     assert result.exit_code == ExitStatus.INTERRUPTED
 
 

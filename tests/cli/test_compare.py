@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import refused, run
 
 import autopar
 from autopar.cli.compare import compare_plans
 from autopar.ir.plan import Plan
+from commands import refused, run
 from models import Mlp
 
 INPUTS = (torch.zeros(16, 64), torch.zeros(16, 64))

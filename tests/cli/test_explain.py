@@ -8,12 +8,12 @@ import re
 
 import pytest
 import torch
-from test_cli import refused, run
 
 import autopar
 from autopar.cli.reasons import _grid_text, explain_plan
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import subgraphs_of
+from commands import refused, run
 from models import Mlp
 
 INPUTS = (torch.zeros(16, 64), torch.zeros(16, 64))
@@ -27,7 +27,7 @@ def plan() -> Plan:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = str(tmp_path_factory.mktemp("plans") / "plan.json")
-    run("plan", "test_cli:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
+    run("plan", "targets:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
     return path
 
 
@@ -121,11 +121,11 @@ def test_the_command_traces_the_target_again(saved: str) -> None:
     printed = run("explain", saved).stdout
     assert "layout megatron, mesh tp4" in printed and "all_reduce over tp" in printed
     assert "add --target" in run("explain", saved, "up").stdout
-    printed = run("explain", saved, "up", "--target", "test_cli:tiny").stdout
+    printed = run("explain", saved, "up", "--target", "targets:tiny").stdout
     assert "in up: tp→n; (tp:R, tp:S(0), tp:S(0)) → (tp:S(1))" in printed
     assert re.search(r"sum +computes for [0-9.]+ ms \+ collectives of [0-9.]+ ms = ", printed)
     assert "sum: " in printed and "the layout leaves no other choice" in printed
-    facts = json.loads(run("explain", saved, "up", "--target", "test_cli:tiny", "--json").stdout)
+    facts = json.loads(run("explain", saved, "up", "--target", "targets:tiny", "--json").stdout)
     assert facts["selection"]["nodes"][0]["splits"] == {"tp": "n"}
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_explained(saved: str) -> None:
     assert "'sideways' names no node, parameter or subgraph" in refused(
         "explain", saved, "sideways"
     )
-    text = refused("explain", saved, "--target", "test_cli:tiny_of", "--batch", "8x64")
+    text = refused("explain", saved, "--target", "targets:tiny_of", "--batch", "8x64")
     assert text.startswith("PlanError: ")
     assert "--batch 8x64: it is the target's" in refused("explain", saved, "--batch", "8x64")
 

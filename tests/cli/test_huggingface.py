@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import refused, run
 
 from autopar.tools import huggingface
 from autopar.tools.targets import Batch, resolve
+from commands import refused, run
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,

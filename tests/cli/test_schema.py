@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
-from test_cli import run
-from test_commands import COMMANDS
 from typer.testing import CliRunner
 
 from autopar.cli import calibrate, main
 from autopar.cli.schema import OUTPUTS, PlanFacts, Refusal, schema_of
 from autopar.tools.doctor import Finding, examination
 from autopar.world import World
+from commands import COMMANDS, run
 
-TINY = "test_cli:tiny"
+TINY = "targets:tiny"
 
 
 def hold(kind: Any, text: str) -> None:

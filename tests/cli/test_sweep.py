@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import refused, run
 
 from autopar.cli.sweep import read_ranks
 from autopar.errors import WorldError
 from autopar.tools import sweep, sweep_plot
 from autopar.tools.sweep import SweepPoint
+from commands import refused, run
 
 FIELDS = ("layout", "seconds", "peak_bytes")
 
@@ -29,12 +29,12 @@ def test_a_sweep_gives_the_plans_of_plan_and_traces_once(monkeypatch: pytest.Mon
         return trace_model(*arguments)
 
     monkeypatch.setattr(sweep, "trace_model", count)
-    arguments = ("sweep", "test_cli:tiny", "--ranks", "2,4,8", "--price", "3", "--json")
+    arguments = ("sweep", "targets:tiny", "--ranks", "2,4,8", "--price", "3", "--json")
     facts = json.loads(run(*arguments).stdout)
     assert len(traces) == facts["traces"] == 1
     assert [point["ranks"] for point in facts["points"]] == [2, 4, 8]
     for point in facts["points"]:
-        plan = json.loads(run("plan", "test_cli:tiny", "--ranks", str(point["ranks"]),
+        plan = json.loads(run("plan", "targets:tiny", "--ranks", str(point["ranks"]),
                               "--json").stdout)  # fmt: skip
         assert point["seconds"] == plan["overlapped"] and point["layout"] == plan["layout"]
         assert point["peak_bytes"] == plan["peak_bytes"]
@@ -46,7 +46,7 @@ def test_a_sweep_gives_the_plans_of_plan_and_traces_once(monkeypatch: pytest.Mon
 def test_batches_each_have_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "points.csv"
     batches = ("--batch", "8x64,16x64", "--ranks", "2,4", "--layout", "ddp")
-    printed = run("sweep", "test_cli:tiny_of", *batches, "--csv", str(path)).stdout
+    printed = run("sweep", "targets:tiny_of", *batches, "--csv", str(path)).stdout
     assert "planned  4 of 4 points, 2 traces, saved as " in printed
     with path.open() as file:
         rows = list(csv.DictReader(file))
@@ -58,7 +58,7 @@ def test_batches_each_have_a_trace(tmp_path: Path) -> None:
 
 def test_a_point_that_cannot_be_says_why(tmp_path: Path) -> None:
     options = ("--world", "dgx-h100", "--layout", "ddp", "--ranks", "8,12,32")
-    printed = run("sweep", "test_cli:tiny", *options).stdout
+    printed = run("sweep", "targets:tiny", *options).stdout
     assert "12 ranks fill no whole number of nodes" in printed
     assert "refused  32 ranks: " in printed and "planned  1 of 3 points" in printed
     text = refused_after_table("--world", "dgx-h100", "--layout", "ddp", "--ranks", "32")
@@ -66,7 +66,7 @@ def test_a_point_that_cannot_be_says_why(tmp_path: Path) -> None:
 
 
 def refused_after_table(*options: str) -> str:
-    stderr: str = run("sweep", "test_cli:tiny", *options, status=2).stderr
+    stderr: str = run("sweep", "targets:tiny", *options, status=2).stderr
     return stderr.strip().splitlines()[-1]
 
 
@@ -82,7 +82,7 @@ def refused_after_table(*options: str) -> str:
     ],
 )
 def test_bad_options(options: tuple[str, ...], message: str) -> None:
-    assert message in refused("sweep", "test_cli:tiny", *options)
+    assert message in refused("sweep", "targets:tiny", *options)
 
 
 def test_ranks_are_read() -> None:
@@ -123,5 +123,5 @@ def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         return None if name == "plotly" else unpatched_find(name)
 
     monkeypatch.setattr(sweep_plot.importlib.util, "find_spec", find_others)
-    text = refused("sweep", "test_cli:tiny", "--plot", "x.html")
+    text = refused("sweep", "targets:tiny", "--plot", "x.html")
     assert "pip install 'autopar[report]'" in text

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_chunk import WORLD, derived_from, graph_of
 from torch.nn import functional as F
 
 import autopar
@@ -39,6 +38,7 @@ from autopar.planner.objective import COMPUTE, cost_terms
 from autopar.planner.solve import best, bounds_of
 from autopar.runtime import calibrate_on_ranks
 from autopar.world import Attention, Device, World
+from derived import FOUR, derived_from, graph_of
 from random_nets import analysed
 
 FLOAT = torch.float32
@@ -126,7 +126,7 @@ def test_derived_graphs_take_what_the_plan_says() -> None:
     one op, with 2.5 times the FLOPs at another share.
     """
     model, args = models.GptWithLogits(layers=1), models.gpt()[1]
-    world = slow_attention(WORLD)
+    world = slow_attention(FOUR)
     plan = autopar.plan(model, world, args, "megatron", smaller=False)
     run, notes = derived_from(plan), plan.context.program.annotations
     assert notes is not None

@@ -339,7 +339,7 @@ def launched(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_two_real_ranks(tmp_path: Path) -> None:
-    result = launched("test_cli:tiny", "--seconds", "4", folder=tmp_path)
+    result = launched("targets:tiny", "--seconds", "4", folder=tmp_path)
     assert result.returncode == 0, result.stderr
     world = World.load(tmp_path / "world.json")
     assert world.ranks == 2 and world.backend == "gloo"
@@ -351,7 +351,7 @@ def test_two_real_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_what_fails_on_all_ranks_is_said_once(tmp_path: Path) -> None:
-    result = launched("test_cli:broken", "--seconds", "4", folder=tmp_path)
+    result = launched("targets:broken", "--seconds", "4", folder=tmp_path)
     assert result.returncode != 0
     assert result.stderr.count("no weights today") == 1
     assert not (tmp_path / "world.json").exists()

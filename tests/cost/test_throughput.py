@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import Mlp, run
 from torch import nn
 
 import autopar
@@ -16,6 +15,8 @@ import models
 from autopar import Plan, World
 from autopar.cost.throughput import throughput
 from autopar.world.machines import GPUS
+from commands import run
+from targets import Mlp
 
 
 def test_utilisation_counts_the_models_own_products() -> None:
@@ -64,7 +65,7 @@ def test_without_a_batch_or_a_graph_there_is_none(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_it() -> None:
-    command = ("plan", "test_cli:tiny", "--ranks", "4", "--layout", "ddp")
+    command = ("plan", "targets:tiny", "--ranks", "4", "--layout", "ddp")
     assert "samples/s, " in run(*command).stdout
     facts = json.loads(run(*command, "--json").stdout)
     assert set(facts["throughput"]) == {"rate", "unit", "utilization", "off"}

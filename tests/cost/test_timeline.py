@@ -19,14 +19,7 @@ from autopar.cost.simulator.engine import Event, in_order, simulate_overlap
 from autopar.cost.simulator.step_events import Events, link
 from autopar.ir.mesh import Mesh
 from autopar.world import Level
-
-
-def op(seconds: float, *after: int, **more: Any) -> Event:
-    return Event("op", "compute", seconds, after, **more)
-
-
-def sent(seconds: float, *after: int, lane: str = "x", **more: Any) -> Event:
-    return Event("sum", "all_reduce", seconds, after, lane=lane, **more)
+from events import op, programs, sent
 
 
 def ends(events: Sequence[Event], **more: Any) -> list[float]:
@@ -131,21 +124,6 @@ def test_what_is_waited_for_is_blamed_piece_by_piece() -> None:
 
 
 # -- whatever the events ---------------------------------------------------------------------------
-@st.composite
-def programs(draw: st.DrawFn) -> list[Event]:
-    events: list[Event] = []
-    for index in range(draw(st.integers(1, 24))):
-        after = tuple(draw(st.sets(st.integers(0, index - 1), max_size=3))) if index else ()
-        seconds = float(draw(st.integers(0, 4)))
-        lane = draw(st.sampled_from(["", "", "x", "y", "x aside"]))
-        ahead = bool(lane) and not after and draw(st.booleans())
-        phase = "backward" if index > 8 else "forward"
-        facts = {"lane": lane, "link": draw(st.integers(0, 1)) if lane else 0}
-        kind = "all_reduce" if lane else "compute"
-        events.append(
-            Event("e", kind, seconds, after, phase, ahead=ahead, in_flight_bytes=4.0, **facts)
-        )
-    return events
 
 
 @given(programs(), st.sampled_from([4.0, 8.0, math.inf]), st.sampled_from([0.0, 1.5]))

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import refused, run
 from torch import nn
 
 import autopar
 from autopar.ir import graph_view
 from autopar.ir.show import entries, listing
+from commands import refused, run
 from models import Mlp
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
-from test_collectives import RESHARDS, deal, own, random, same
 from torch import fx
 
 import autopar
@@ -20,6 +19,7 @@ from autopar.ops import collectives as c
 from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect, disconnect
 from autopar.runtime import lockstep
+from reshards import RESHARDS, deal, own, random, same
 
 MESH = Mesh.parse("data2.x2")
 

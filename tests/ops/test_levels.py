@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_collectives import RESHARDS, deal, own, random, same
 from torch import Tensor, nn
 
 import autopar
@@ -27,6 +26,7 @@ from autopar.ops.collectives import emit_step, groups_of
 from autopar.planner.request import Grid4D
 from autopar.runtime import lockstep
 from autopar.world import Device, Level, World
+from reshards import RESHARDS, deal, own, random, same
 
 # Links so unequal that it pays to send little across them.
 DEVICE = Device("test", {"float32": 1e12}, 80e9, 1e12)

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_schedule import MATMULS
-from test_training import LIMIT
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
@@ -30,13 +28,13 @@ from autopar.cost.simulator.graph_events import (
 )
 from autopar.ir.graph import copy_graph
 from autopar.ir.mesh import group_ranks
-from autopar.ops import comm
 from autopar.passes.overlap import DerivedGraph, chunk, facts_of
 from autopar.passes.overlap.chunk import chunk_units_of
 from autopar.passes.overlap.chunk_units import units
 from autopar.runtime.backends import Scheduled
-from derived import called, passed, value_of
+from derived import MATMULS, called, derived_from, graph_of, passed
 from launch import launched
+from training_facts import LIMIT
 
 aten, functional = torch.ops.aten, torch.ops._c10d_functional
 RANKS = 4
@@ -74,22 +72,6 @@ def derived(layout: str, gloo: bool = True) -> Scheduled:
     return derived_from(
         autopar.plan(model, WORLD, args, LAYOUTS[layout], smaller=False, outputs="sharded"), gloo
     )
-
-
-def derived_from(plan: autopar.Plan, gloo: bool = True) -> Scheduled:
-    """The graphs of a plan."""
-    run = Scheduled(plan.context.program, WORLD, (), "aot_eager")  # nothing in place
-    program = plan.context.program
-    with pytest.MonkeyPatch.context() as patch, _compat.fake_mode():
-        patch.setattr(comm, "_reduce_scatter_is_slow", lambda *_: gloo)
-        run.derived([value_of(entry, program) for entry in program.signature.inputs])
-    return run
-
-
-def graph_of(run: Scheduled, phase: Phase) -> fx.Graph:
-    module = run.forward if phase == "forward" else run.backward
-    assert module is not None
-    return module.graph
 
 
 def chunked(

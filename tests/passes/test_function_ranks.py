@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_functions import KINDS
 
+from custom_functions import KINDS
 from launch import launched
 
 

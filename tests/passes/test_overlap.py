@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from test_timeline import op, programs, sent
 
 from autopar.cost.simulator import Span
 from autopar.cost.simulator.engine import Event, simulate_overlap
 from autopar.runtime.profiler import MeasuredStep
 from benchmarks.step_time.hidden import Account, account, could_be, least_exposed, usual
 from benchmarks.step_time.overlap import gains, parse, sentence, table
+from events import op, programs, sent
 
 
 def timed(name: str, seconds: list[float], **more: float) -> dict[str, Any]:

@@ -13,18 +13,11 @@ import torch
 import autopar
 import models
 from autopar import PlanError, listing
-from autopar._compat import pytree
 from autopar.ir.graph import every_node
-from autopar.ops import collectives, comm
+from autopar.ops import collectives
 from autopar.ops.recomputation import recompute_in_backward, regather_in_backward
 from autopar.planner.request import Grid4D
-from autopar.runtime import lockstep
-from autopar.runtime.verify import _Rank
-
-
-def example(name: str, **overrides: Any) -> tuple[torch.nn.Module, Any]:
-    model, args, kwargs = getattr(models, name)(**overrides)
-    return model, kwargs or args
+from counted_calls import calls
 
 
 @pytest.mark.slow_cells("gpt-2-fsdp")
@@ -34,7 +27,7 @@ def example(name: str, **overrides: Any) -> tuple[torch.nn.Module, Any]:
     [("gpt", 2, "fsdp"), ("gpt", 4, "2.5d"), ("t5", 2, "megatron")],
 )
 def test_every_node_and_gradient_is_right(name: str, ranks: int, layout: str) -> None:
-    model, inputs = example(name)
+    model, inputs = models.example(name)
     plain = autopar.verify(model, ranks, inputs, layout)
     again = autopar.verify(model, ranks, inputs, layout, recompute="full")
     assert again.nodes == plain.nodes
@@ -47,7 +40,7 @@ def test_every_node_and_gradient_is_right(name: str, ranks: int, layout: str) ->
     [("gpt", 4, "fsdp"), ("llama", 8, Grid4D(2, 1, 2, 2)), ("gpt2", 2, "fsdp")],
 )
 def test_weights_gathered_again_are_right(name: str, ranks: int, layout: Any) -> None:
-    model, inputs = example(name)
+    model, inputs = models.example(name)
     plain = autopar.verify(model, ranks, inputs, layout)
     again = autopar.verify(model, ranks, inputs, layout, recompute="gathers")
     assert again.nodes == plain.nodes
@@ -59,7 +52,7 @@ def test_weights_gathered_again_are_right(name: str, ranks: int, layout: Any) ->
 )
 def test_only_weights_of_products_are_gathered_again(name: str, ranks: int, layout: Any) -> None:
     """As many collectives more as run more; nothing is computed twice."""
-    model, inputs = example(name)
+    model, inputs = models.example(name)
     plain = autopar.plan(model, ranks, inputs, layout, recompute="none", smaller=False)
     again = autopar.plan(model, ranks, inputs, layout, recompute="gathers", smaller=False)
     assert plain.regather == () and len(again.regather) == 2
@@ -77,7 +70,7 @@ def test_only_weights_of_products_are_gathered_again(name: str, ranks: int, layo
 
 
 def test_what_gathers_nothing_regathers_nothing() -> None:
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     for ranks, layout in ((4, "ddp"), (1, "auto")):
         plan = autopar.plan(model, ranks, inputs, layout, recompute="gathers")
         assert (
@@ -108,7 +101,7 @@ def test_a_frozen_weight_keeps_no_activation_alive() -> None:
 
 @pytest.mark.slow
 def test_dropout_drops_the_same_again() -> None:
-    model, inputs = example("gpt", dropout=0.2)
+    model, inputs = models.example("gpt", dropout=0.2)
     autopar.verify(model, 4, inputs, "megatron", recompute="full")
 
 
@@ -127,7 +120,7 @@ def test_on_one_rank_the_generators_are_set_back() -> None:
 @pytest.mark.slow_cells("4-megatron-sp")
 @pytest.mark.parametrize(("ranks", "layout"), [(2, "fsdp"), (4, "megatron-sp")])
 def test_less_is_saved_and_more_is_sent(ranks: int, layout: str) -> None:
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     plain = autopar.plan(model, ranks, inputs, layout, recompute="none")
     again = autopar.plan(model, ranks, inputs, layout, recompute="full")
     assert plain.recompute == () and again.recompute == ("blocks.0", "blocks.1")
@@ -138,7 +131,7 @@ def test_less_is_saved_and_more_is_sent(ranks: int, layout: str) -> None:
 
 
 def test_the_timeline_runs_them_twice() -> None:
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     plain = autopar.plan(model, 4, inputs, "megatron-sp", recompute="none")
     again = autopar.plan(model, 4, inputs, "megatron-sp", recompute="full")
     first, second = (plan.context.timeline(overlap=False) for plan in (plain, again))
@@ -150,43 +143,8 @@ def test_the_timeline_runs_them_twice() -> None:
     )
 
 
-def calls(plan: autopar.Plan, inputs: Any) -> int:
-    """The collectives that rank 0 takes part in, in a forward and a backward."""
-    program, count = plan.context.program, 0
-    tensors = {name: tensor.detach() for name, tensor in program.tensors.items()}
-    program = dataclasses.replace(program, tensors=tensors)
-    leaves = pytree.tree_leaves(inputs)
-
-    def step(rank: int) -> None:
-        nonlocal count
-        inner = comm.simulator
-        if rank == 0:
-            comm.simulator = Counting()
-        assert inner is not None
-        _Rank(program, plan.mesh.coordinate(rank), leaves)._step()
-
-    class Counting:
-        def exchange(self, kind: str, x: torch.Tensor, group: str) -> torch.Tensor:
-            nonlocal count
-            count += run._own.rank == 0
-            return run.exchange(kind, x, group)
-
-    original = lockstep._Run.execute
-    run: Any = None
-
-    def execute(self: Any, rank_fn: Any) -> Any:
-        nonlocal run
-        run = self
-        return original(self, rank_fn)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lockstep._Run, "execute", execute)
-        lockstep.run(plan.mesh, step)
-    return count
-
-
 def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     plan = autopar.plan(model, 1, inputs, recompute="full")
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")
@@ -197,7 +155,7 @@ def test_a_plan_keeps_its_blocks_in_a_file(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_not_there() -> None:
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     unedited = autopar.plan(model, 1, inputs)
     plan = dataclasses.replace(unedited, regather=("blocks.8",), context=None)
     with pytest.raises(PlanError, match=r"blocks\.8 cannot be regathered|regathers 'blocks\.8'"):
@@ -209,7 +167,7 @@ def test_a_block_that_is_not_there() -> None:
 
 @pytest.mark.slow
 def test_the_listing_shows_what_runs_twice() -> None:
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     plan = autopar.plan(model, 2, inputs, "megatron", recompute="full")
     text = listing(plan.context.program.module)
     assert "= recompute_in_backward(" in text and "\n    >> all_reduce" in text

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_recompute import calls, example
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -22,6 +21,7 @@ from autopar.cost.peak import LifetimeRecorder
 from autopar.ir.graph import every_node
 from autopar.ops.recomputation import rerun_in_backward
 from autopar.planner.request import Grid4D
+from counted_calls import calls
 
 
 class Products(TorchDispatchMode):
@@ -40,7 +40,7 @@ class Products(TorchDispatchMode):
 def plans(
     name: str, ranks: int, layout: Any, **overrides: Any
 ) -> tuple[autopar.Plan, autopar.Plan]:
-    model, inputs = example(name, **overrides)
+    model, inputs = models.example(name, **overrides)
     plain, again = (
         autopar.plan(model, ranks, inputs, layout, recompute=how, smaller=False)
         for how in ("none", "selective")
@@ -67,7 +67,7 @@ def plans(
 def test_numbers_are_those_of_one_device(
     name: str, ranks: int, layout: Any, overrides: Any
 ) -> None:
-    model, inputs = example(name, **overrides)
+    model, inputs = models.example(name, **overrides)
     plain = autopar.verify(model, ranks, inputs, layout)
     again = autopar.verify(model, ranks, inputs, layout, recompute="selective")
     assert again.nodes == plain.nodes
@@ -76,7 +76,7 @@ def test_numbers_are_those_of_one_device(
 @pytest.mark.parametrize("layout", ["2.5d", pytest.param("megatron-sp", marks=pytest.mark.slow)])
 def test_attention_of_several_ops_is_right(layout: str) -> None:
     """gemma2 caps its scores: cheap ops stand before two products, one after the other."""
-    model, inputs = example("gemma2")
+    model, inputs = models.example("gemma2")
     autopar.verify(model, 4, inputs, layout, recompute="selective")
 
 
@@ -101,7 +101,7 @@ def test_what_the_search_chooses_within_a_limit_is_right(
     name: str, ranks: int, layout: Any, part: float, kinds: str
 ) -> None:
     """Every rank in lockstep, forward and backward: cheap ops (c), gathers (g), blocks (r)."""
-    model, inputs = example(name)
+    model, inputs = models.example(name)
     plain = autopar.plan(model, ranks, inputs, layout, recompute="none", smaller=False)
     limit = part * plain.peak_bytes
     plan = autopar.plan(model, ranks, inputs, layout, memory=limit, smaller=False)
@@ -125,7 +125,7 @@ def test_what_the_search_chooses_within_a_limit_is_right(
 )
 def test_less_is_saved_and_no_collective_runs_twice(name: str, ranks: int, layout: Any) -> None:
     plain, again = plans(name, ranks, layout)
-    _, inputs = example(name)
+    _, inputs = models.example(name)
     assert again.rerun and not again.recompute and not again.regather
     assert calls(again, inputs) == calls(plain, inputs)
     assert len(again.collectives) == len(plain.collectives)
@@ -185,7 +185,7 @@ def test_a_real_step_holds_less_and_multiplies_as_often(name: str) -> None:
 
 def left_after_a_step(recompute: Any) -> int:
     """The bytes that a step made and that are still there, where Python collects no cycles."""
-    model, inputs = example("llama")
+    model, inputs = models.example("llama")
     par = autopar.parallelize(model, 1, inputs, recompute=recompute, overlap=False)
     gc.collect()
     gc.disable()
@@ -237,7 +237,7 @@ def test_what_is_dropped_is_made_once() -> None:
 
 
 def test_a_plan_keeps_them_in_a_file(tmp_path: Any) -> None:
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     plan = autopar.plan(model, 1, inputs, recompute="selective")
     plan.save(tmp_path / "plan.json")
     loaded = autopar.Plan.load(tmp_path / "plan.json")

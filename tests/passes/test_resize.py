@@ -20,23 +20,10 @@ from autopar.ir.program import Program
 from autopar.passes import trace
 from autopar.passes.trace import resize, reuse
 from autopar.planner.tracing import Call, call_arguments, trace_model
+from calls import call_of
 from models import Example
 
 ROWS = 8  # of the models below, and so many are the rows of a table and the heads of a layer
-
-
-def call_of(example: Example, rows: int) -> Call:
-    """A call of an example's model with so many of its rows, again from the first where needed."""
-    _, args, kwargs = example
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    batch = len(tensors[0])
-
-    def cut(x: Tensor) -> Tensor:
-        if not x.dim() or len(x) != batch:
-            return x
-        return torch.cat([x] * -(-rows // batch))[:rows]
-
-    return Call(*pytree.tree_map_only(torch.Tensor, cut, (args, kwargs)))
 
 
 def nodes(program: Program) -> list[Any]:

@@ -24,10 +24,9 @@ from autopar.cost.simulator.graph_events import (
 )
 from autopar.passes.overlap import DerivedGraph, collectives_in_order, facts_of, schedule
 from autopar.runtime.backends import Scheduled
-from derived import passed, scheduled
+from derived import MATMULS, passed, scheduled
 
 aten = torch.ops.aten
-MATMULS = (aten.mm.default, aten.addmm.default)
 
 
 def order(module: fx.GraphModule) -> dict[fx.Node, int]:

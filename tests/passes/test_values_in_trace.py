@@ -18,32 +18,13 @@ from autopar.ops import sharded
 from autopar.passes.trace import trace
 from autopar.passes.trace.signature import bind
 from traced import run
-
-
-class Wrapped(nn.Module):
-    """A module called by a function of ours."""
-
-    def __init__(self, inner: nn.Module, call: Callable[..., Any], **buffers: Tensor) -> None:
-        super().__init__()
-        self.inner, self.call = inner, call
-        for name, value in buffers.items():
-            self.register_buffer(name, value)
-
-    def forward(self, *inputs: Tensor) -> Any:
-        return self.call(self, *inputs)
-
+from value_models import MODES, Wrapped, doubled, encoder
 
 # -- masks -----------------------------------------------------------------------------------------
 X, Y = torch.randn(4, 6, 8), torch.randn(4, 6, 8)
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(6)
 OTHER = torch.randn(6, 6)
 PADDING = torch.arange(6) >= torch.tensor([[6], [4], [6], [2]])
-
-
-def encoder(**options: Any) -> nn.TransformerEncoder:
-    return nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2, **options
-    )
 
 
 def decoder() -> nn.TransformerDecoder:
@@ -227,24 +208,6 @@ def test_a_table_that_scales_its_rows_in_place_is_refused(kind: Any) -> None:
 
 
 # -- custom ops ------------------------------------------------------------------------------------
-@torch.library.custom_op("autopar_values::doubled", mutates_args=())
-def doubled(x: Tensor, mode: str) -> Tensor:
-    return 2 * x
-
-
-doubled.register_fake(lambda x, mode: torch.empty_like(x))
-
-MODES: dict[str, Callable[[Tensor], Tensor]] = {
-    "own": lambda g: 2 * g,
-    "mixed": lambda g: g - g.mean(0),
-    "clipped": lambda g: g.clamp(-1e-4, 1e-4),
-    "clipped by norm": lambda g: g / g.norm(),
-    "cast": lambda g: (2 * g.float()).to(g.dtype),
-}
-doubled.register_autograd(
-    lambda ctx, grad: (MODES[ctx.way](grad), None),
-    setup_context=lambda ctx, inputs, output: setattr(ctx, "way", inputs[1]),
-)
 
 
 @pytest.mark.slow_cells("cast")

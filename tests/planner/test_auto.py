@@ -4,14 +4,11 @@ nor by a step in which communication runs under computation.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
-import models
 from autopar.errors import LayoutError
 from autopar.ir.program import Program
 from autopar.planner import solve
@@ -20,29 +17,10 @@ from autopar.planner.planner import fastest_plans
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
 from autopar.world import World
+from choices import SUBJECTS, combinations
 from random_nets import analysed
 
 slow = pytest.mark.slow
-WORLDS = (
-    *(("dgx-h100", ranks) for ranks in (2, 4, 8, 16, 64)),
-    *(("ethernet-25g", ranks) for ranks in (2, 8, 16, 32)),
-    *(("laptop", ranks) for ranks in (2, 4, 8)),
-    *(("pcie-4090", ranks) for ranks in (2, 4, 8, 16)),
-)
-SUBJECTS: dict[str, Callable[[int], models.Example]] = {
-    "mlp": lambda batch: (models.Mlp(), (torch.randn(batch, 64), torch.randn(batch, 64)), {}),
-    "wide": lambda batch: (models.Mlp(2048, 8192), (torch.randn(batch, 2048),) * 2, {}),
-    "gpt": lambda batch: (
-        models.GptWithLogits(),
-        (torch.zeros(batch, 16, dtype=torch.int64),) * 2,
-        {},
-    ),
-    "gpt 768": lambda batch: (
-        models.GptWithLogits(1024, 128, 768, 12, 2),
-        (torch.zeros(batch, 128, dtype=torch.int64), torch.ones(batch, 128, dtype=torch.int64)),
-        {},
-    ),
-}
 
 
 def slower_than_named(
@@ -70,15 +48,6 @@ def by_step(program: Program, world: World, layout: str) -> float:
     """With communication under computation."""
     first = fastest_plans(program, world, PlanRequest(layout, overlap=True))[0]
     return simulate_plan(first.program, world)
-
-
-def combinations() -> list[Any]:
-    """40 of (model, batch, machine), the first few of them cheap."""
-    draw = random.Random(0)
-    every = [(s, b, *w) for s in SUBJECTS for b in (4, 16, 64) for w in WORLDS]
-    cheap = [("mlp", 16, "dgx-h100", 8), ("gpt", 16, "laptop", 4), ("wide", 64, "pcie-4090", 8)]
-    rest = draw.sample([c for c in every if c not in cheap], 37)
-    return [*cheap, *(pytest.param(c, marks=slow) for c in rest)]
 
 
 @pytest.mark.slow_cells(

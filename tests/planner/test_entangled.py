@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from test_elimination import random_problem, total
 from torch import Tensor, nn
 
 import autopar
 from autopar.planner import elimination, entangled, exact_search
 from autopar.planner.elimination import Table, minimise
 from autopar.planner.entangled import minimise_nearly
+from cost_tables import random_problem, total
 
 
 def grid(sizes: Sequence[int], reach: int, seed: int) -> list[Table]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_resize import call_of
 
 import autopar
 import models
@@ -21,6 +20,7 @@ from autopar.planner.former_choices import NOTE
 from autopar.planner.request import GridContext, GridEP, Layouts, PlanRequest
 from autopar.planner.tracing import Call
 from autopar.runtime.apply import plan_on_rank_0
+from calls import call_of
 from models import Example
 
 ROWS = 16

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_training import one_layout
 from torch import Tensor, nn
 
 import autopar
@@ -29,6 +28,7 @@ from autopar.passes import trace
 from autopar.planner import exact_search
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
 from launch import launched
+from training_facts import check_layout
 
 LIMIT = 1e-9
 MODELS = ["gpt", "llama", "gpt2", "t5"]
@@ -369,7 +369,7 @@ def test_grids_on_eight_processes(tmp_path: Path) -> None:
     meshes = {layout: seen["mesh"] for layout, seen in facts.items()}
     assert list(meshes.values()) == ["z2.x2.y2", "depth2.row2.col2", "x4.y2", "x2.y4", "tp8"]
     for layout, seen in facts.items():
-        one_layout(seen, f"{layout} on 8 ranks: ")
+        check_layout(seen, f"{layout} on 8 ranks: ")
 
 
 # -- errors ----------------------------------------------------------------------------------------

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_cli import Mlp
 
 import autopar
 import models
 from autopar import Plan, World
 from autopar.planner import planner
+from targets import Mlp
 
 ROOT = Path(__file__).parents[2]
 

@@ -95,7 +95,7 @@ def test_what_cannot_be_explained() -> None:
 
 
 def test_why_on_the_command_line() -> None:
-    command = ["plan", "test_cli:tiny", "--ranks", "4", "--why", "up"]
+    command = ["plan", "targets:tiny", "--ranks", "4", "--why", "up"]
     printed = CliRunner().invoke(main.app, command).stdout
     assert "up: " in printed and "instead" in printed
     facts = json.loads(CliRunner().invoke(main.app, [*command, "--json"]).stdout)

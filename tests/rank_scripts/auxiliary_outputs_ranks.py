@@ -17,7 +17,7 @@ from autopar.passes.overlap.assumptions import rerun_for
 from autopar.runtime import backends
 from autopar.runtime.backends import Scheduled
 from on_ranks import Facts, run_tasks
-from train_ranks import joined
+from one_device import joined
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

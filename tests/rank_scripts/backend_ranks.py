@@ -15,7 +15,7 @@ import models
 from autopar import passes
 from autopar.passes.overlap import DerivedGraph, chunk
 from on_ranks import Facts, caught, everywhere, run_tasks
-from train_ranks import called, example, joined, worst
+from one_device import called, joined, worst
 
 LAYOUTS = ("ddp", "fsdp", "megatron", "4d", "auto")
 
@@ -46,11 +46,11 @@ def against(single: tuple[Tensor, dict[str, Tensor]], par: Any, inputs: Any, run
 
 def small() -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
-    return models.GptWithLogits(layers=1), example("gpt")[1]
+    return models.GptWithLogits(layers=1), models.example("gpt")[1]
 
 
 def trained_case(name: str, layout: Any, backend: Any, overlap: bool, **more: Any) -> Facts:
-    model, inputs = small() if name == "small" else example(name)
+    model, inputs = small() if name == "small" else models.example(name)
     single = step(copy.deepcopy(model), inputs)
     how: Any = {"layout": layout, "backend": backend, "overlap": overlap, **more}
     par = autopar.parallelize(model, None, inputs, **how)
@@ -123,7 +123,7 @@ def again(backend: str | None) -> Facts:
         f"{layout} {how}": trained_case("gpt", layout, backend, True, recompute=how)
         for layout, how in cells
     }
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     plan = autopar.plan(model, None, inputs, "fsdp", recompute="none", smaller=False)
     for overlap in (True, False):
         limit = 0.8 * plan.peak_bytes

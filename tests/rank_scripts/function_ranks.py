@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from test_functions import KINDS, Net, rows
 from torch import Tensor, nn
 
 import autopar
 import models
+from custom_functions import KINDS, Net, rows
 from on_ranks import Facts, everywhere, run_tasks
-from train_ranks import joined
+from one_device import joined
 
 
 def loss(module: nn.Module, inputs: Any) -> Tensor:

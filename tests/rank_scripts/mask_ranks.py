@@ -15,8 +15,8 @@ from autopar.runtime.reference import double_by_default
 from autopar.runtime.verify import _SEED, _Rank
 from dropped import dropout_model
 from on_ranks import Facts, caught, everywhere, run_tasks
+from one_device import joined, together
 from plans import subject
-from train_ranks import joined, together
 
 
 class Loss(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 import autopar
 from moe_models import MOE
 from on_ranks import Facts, everywhere, run_tasks
-from train_ranks import compared, joined, trained
+from one_device import compared, joined, trained
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "auto": {"layout": "auto"},

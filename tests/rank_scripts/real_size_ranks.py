@@ -16,8 +16,8 @@ from torch import Tensor
 
 import autopar
 from on_ranks import Facts, everywhere, run_tasks
+from one_device import compared, error, joined, trained
 from real_size_models import example
-from train_ranks import compared, error, joined, trained
 
 # AdamW's first step has full length whatever the gradient's size, so a rounding error of a small
 # gradient moves its parameter as far as a large one does.

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from checkpoint_ranks import STEPS, parallel_run
+from saved_run import STEPS, parallel_run
 
 DROP, EVERY = 0.3, 2
 

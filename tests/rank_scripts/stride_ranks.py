@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import autopar
 from on_ranks import Facts, run_tasks
-from train_ranks import joined, together
+from one_device import joined, together
 
 
 class Bent(nn.Module):

@@ -7,10 +7,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,20 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import DTensor
 
 import autopar
 import models
 from autopar.ir.layout import Layout
-from autopar.ir.padding import filled_up
 from autopar.planner.request import Grid2D, Grid4D, Grid25D, GridContext, Layouts
 from autopar.runtime import backends
-from on_ranks import Facts, caught, everywhere, gathered, run_tasks
+from on_ranks import Facts, caught, everywhere, run_tasks
+from one_device import (
+    called,
+    compared,
+    error,
+    joined,
+    trained,
+)
 
 ON_TWO: dict[str, tuple[Layouts, ...]] = {"gpt": ("fsdp",), "llama": ("auto", "fsdp")}
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
@@ -48,110 +52,6 @@ CONTEXTS: dict[str, Layouts] = {
     "contiguous alone": GridContext(4, attention="contiguous"),
     "x of 4d": GridContext(2, Grid4D(x=2)),
 }
-STEPS = 3
-ADAM_W = partial(torch.optim.AdamW, lr=1e-3)
-
-
-def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
-    model, args, kwargs = getattr(models, name)(**overrides)
-    return model, args or kwargs
-
-
-def called(module: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-    """(loss, logits) of a model of models.py, or of the parallel one; the loss twice where that is
-    all that it returns.
-    """
-    outputs = module(**inputs) if isinstance(inputs, dict) else module(*inputs)
-    if isinstance(outputs, Tensor):
-        return outputs, outputs
-    return (
-        (outputs[1], outputs[0]) if isinstance(outputs, tuple) else (outputs.loss, outputs.logits)
-    )
-
-
-# -- one step after the other, on one device and on all ranks --------------------------------------
-def trained(
-    module: nn.Module,
-    inputs: Any,
-    gather: Callable[[str, Tensor], Tensor],
-    optimizer_of: Callable[..., torch.optim.Optimizer] = ADAM_W,
-) -> tuple[Tensor, Tensor, dict, dict]:
-    """(first loss, first logits, first gradients, parameters after STEPS steps), all whole."""
-    optimizer = optimizer_of(module.parameters())
-    first: tuple[Any, ...] = ()
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        loss, logits = called(module, inputs)
-        loss.backward()
-        if not first:
-            grads = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-            gradients = {n: gather(n, grad) for n, grad in grads.items()}
-            first = loss.detach().clone(), logits.detach(), gradients
-        optimizer.step()
-    return *first, {n: gather(n, p.detach()) for n, p in module.named_parameters()}  # type: ignore[return-value]
-
-
-def joined(value: Tensor, layout: Layout) -> Tensor:
-    """The whole of a DTensor, by autopar's own arithmetic. Parts of a parameter that is padded in
-    the graph are filled up, as its last ranks hold fewer rows.
-    """
-    assert isinstance(value, DTensor), type(value)
-    gather = layout.join(gathered(filled_up(value.to_local(), layout.local_shape)))
-    return gather[tuple(map(slice, value.shape))].clone()
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """‖found - expected‖ / ‖expected‖, in L2."""
-    return float((actual - expected).norm() / expected.norm())
-
-
-def worst(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
-    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
-    return max((error(actual[name], expected[name]), name) for name in expected)
-
-
-def together(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The error of all tensors as one long vector, which itself would be as large as the model."""
-    assert all(actual[n].shape == e.shape for n, e in expected.items())
-
-    def length(tensors: Iterable[Tensor]) -> float:
-        return math.hypot(*(float(t.norm()) for t in tensors))
-
-    return length(actual[n] - e for n, e in expected.items()) / length(expected.values())
-
-
-def significant(parameter: Tensor, gradient: Tensor, least: float) -> Tensor:
-    """The parameter, zero where the gradient is rounding noise: AdamW takes a step of full length
-    whatever the gradient's size, so those entries go anywhere (the bias of attention's keys, which
-    softmax does not see).
-    """
-    return torch.where(gradient.abs() > least, parameter, 0.0)
-
-
-def noise(gradients: dict[str, Tensor]) -> float:
-    """The size of an entry that may be rounding noise."""
-    return 1e-6 * max(float(g.abs().max()) for g in gradients.values())
-
-
-def compared(single: tuple[Any, ...], actual: tuple[Any, ...]) -> Facts:
-    """Relative errors of what `trained` returned: of gradients and parameters the worst one with
-    its name, of gradients that are more than noise, and all in one.
-    """
-    loss, _, gradients, parameters = actual
-    assert gradients.keys() == single[2].keys(), gradients.keys() ^ single[2].keys()
-    least = noise(single[2])
-    counted_gradients = {n: g for n, g in single[2].items() if float(g.abs().max()) > least}
-    parameter_errors = (
-        (error(significant(parameters[n], g, least), significant(single[3][n], g, least)), n)
-        for n, g in single[2].items()
-    )
-    return {
-        "loss": abs(float(loss - single[0]) / float(single[0])),
-        "gradients": worst({n: gradients[n] for n in counted_gradients}, counted_gradients),
-        "all gradients": together(gradients, single[2]),
-        "parameters": max(parameter_errors),
-        "all parameters": together(parameters, single[3]),
-    }
 
 
 def sha(text: str) -> str:
@@ -161,7 +61,7 @@ def sha(text: str) -> str:
 # -- tasks -----------------------------------------------------------------------------------------
 def parity(name: str) -> Facts:
     """Each layout against one device."""
-    model, inputs = example(name)
+    model, inputs = models.example(name)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     before = {n: p.detach().clone() for n, p in model.state_dict().items()}
     several = dist.get_world_size() == 4 and name == "gpt"
@@ -173,7 +73,7 @@ def parity(name: str) -> Facts:
 
 def grids() -> Facts:
     """Layouts of several axes against one device, on eight ranks; one layer is enough."""
-    _, inputs = example("gpt")
+    _, inputs = models.example("gpt")
     model = models.GptWithLogits(layers=1)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     return {str(layout): one_layout(model, inputs, layout, single) for layout in ON_EIGHT}
@@ -181,7 +81,7 @@ def grids() -> Facts:
 
 def context(name: str, layout: Layouts) -> Facts:
     """A sequence split over the ranks against one device."""
-    model, inputs = example(name)
+    model, inputs = models.example(name)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     return one_layout(model, inputs, layout, single)
 
@@ -221,7 +121,7 @@ def output_layout(par: Any, whole: Tensor) -> Layout:
 
 def compiled(name: str, backend: str) -> Facts:
     """The same through torch.compile, for one layout of each kind."""
-    model, inputs = example(name)
+    model, inputs = models.example(name)
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     facts: Facts = {}
     for layout in ("fsdp", "megatron"):
@@ -233,7 +133,7 @@ def compiled(name: str, backend: str) -> Facts:
 
 def deferred() -> Facts:
     """No inputs given: planned at the first call."""
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     par = autopar.parallelize(model)
     early = caught(lambda: list(par.parameters()))
     loss = called(par, inputs)[0]
@@ -248,7 +148,7 @@ def deferred() -> Facts:
 
 def from_file() -> Facts:
     """A plan that one process saved, read and applied by all ranks."""
-    model, inputs = example("llama")
+    model, inputs = models.example("llama")
     expected = float(called(model, inputs)[0])
     path = Path(sys.argv[1]).with_suffix(".plan.json")
     if dist.get_rank() == 0:
@@ -256,7 +156,7 @@ def from_file() -> Facts:
     dist.barrier()
     plan = autopar.Plan.load(path)
     loss = called(autopar.apply(model, plan, inputs), inputs)[0]
-    other, other_inputs = example("gpt")
+    other, other_inputs = models.example("gpt")
     return {
         "loss": abs(float(loss) / expected - 1),
         "without inputs": caught(lambda: autopar.apply(model, plan)),
@@ -266,7 +166,7 @@ def from_file() -> Facts:
 
 def dropout() -> Facts:
     """Losses in train mode by layout: the same masks, other ones at each call."""
-    model, inputs = example("gpt", dropout=0.2)
+    model, inputs = models.example("gpt", dropout=0.2)
     facts: Facts = {}
     for layout in LAYOUTS:
         torch.manual_seed(5)
@@ -279,7 +179,7 @@ def dropout() -> Facts:
 def failing() -> Facts:
     """What every rank raises, after how many seconds, where rank 1 alone is wrong or all are."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     odd = {"layers": 3} if rank == 1 else {}
     other = models.GptWithLogits(**odd)
 
@@ -317,7 +217,7 @@ def failing() -> Facts:
 
 def scheduled() -> Facts:
     """Scheduled and not, from the same plan: to the bit? And ranks whose orders differ."""
-    _, inputs = example("gpt")
+    _, inputs = models.example("gpt")
     model = models.GptWithLogits(layers=1)
     facts: Facts = {}
     for layout in ("fsdp", "4d"):
@@ -348,7 +248,7 @@ def scheduled() -> Facts:
 
 def regathered(backend: str | None) -> Facts:
     """Weights gathered again in the backward: errors against one device."""
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     single = trained(copy.deepcopy(model), inputs, lambda _, t: t.clone())
     how: Any = {"layout": "fsdp", "backend": backend, "recompute": "gathers"}
     par = autopar.parallelize(model, None, inputs, **how)
@@ -358,7 +258,7 @@ def regathered(backend: str | None) -> Facts:
 
 def gathers_of_graphs() -> Facts:
     """All-gathers in the forward and backward graphs that AOTAutograd derives, kept and not."""
-    model, inputs = example("gpt")
+    model, inputs = models.example("gpt")
     facts: Facts = {}
     for recompute in ("none", "gathers"):
         counts: list[int] = []

@@ -9,12 +9,12 @@ import functools
 from typing import Any
 
 import torch
-from test_values_in_trace import Wrapped, doubled, encoder
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import autopar
 from on_ranks import Facts, everywhere, run_tasks
+from value_models import Wrapped, doubled, encoder
 
 LAYOUTS = ("auto", "ddp", "fsdp", "megatron")
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli import refused, run
 from torch import nn
 
 import autopar
@@ -25,6 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Row, format_bytes, format_seconds
 from autopar.tools.report import alternatives, facts, figures, page, pictures
+from commands import refused, run
 
 WORLD = autopar.World.preset("dgx-h100", 16)
 MOST_BYTES = 6_000_000
@@ -230,7 +230,7 @@ def test_missing_libraries_are_named(
     ):
         plan.report(tmp_path / "report.html")
     files = ("--save", str(tmp_path / "plan.json"), "--report", str(tmp_path / "report.html"))
-    message = refused("plan", "test_cli:tiny", "--ranks", "2", *files)
+    message = refused("plan", "targets:tiny", "--ranks", "2", *files)
     assert "a report needs plotly and jinja2" in message
     assert not [*tmp_path.iterdir()]  # nor was a plan searched
 
@@ -238,10 +238,10 @@ def test_missing_libraries_are_named(
 def test_the_command_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     result = run(
-        "plan", "test_cli:tiny", "--world", "dgx-h100", "--ranks", "2", "--report", str(path)
+        "plan", "targets:tiny", "--world", "dgx-h100", "--ranks", "2", "--report", str(path)
     )
     assert f"as {path}" in result.stdout.replace("\n", "")
-    assert "test_cli:tiny" in path.read_text()
+    assert "targets:tiny" in path.read_text()
     assert "there is no folder" in refused(
         "plan", "gpt2", "--report", str(tmp_path / "no" / "r.html")
     )

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_training import LIMIT
 from torch import fx
 from torch._inductor.graph import GraphLowering
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -28,6 +27,7 @@ from autopar.passes import OPTIONS
 from autopar.runtime.backends import Scheduled
 from derived import value_of
 from launch import launched
+from training_facts import LIMIT
 
 RANKS = 4
 PRODUCTS = ("mm", "addmm", "bmm", "_scaled_dot_product_flash_attention_for_cpu", "baddbmm")

@@ -19,10 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import autopar
-import checkpoint_ranks
+import saved_run
 from autopar.errors import InputError
-from checkpoint_ranks import HALF, STEPS, Run
+from checkpoint_ranks import groups_of, trained_in_groups
 from launch import RANK_SCRIPTS, environment, launched
+from saved_run import HALF, STEPS, Run
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +60,15 @@ def _assert_goes_on(facts: dict[str, Any], *layouts: str) -> None:
 
 def batches(start: int) -> list[list[torch.Tensor]]:
     """What the run read from this step on, one process that knows no loader of autopar."""
-    rows, samples = checkpoint_ranks.rows(), []
+    rows, samples = saved_run.rows(), []
     for epoch in range(2):
         order = torch.randperm(32, generator=torch.Generator().manual_seed(1 + epoch))
-        samples += [list(rows[part]) for part in order.split(checkpoint_ranks.BATCH)]
+        samples += [list(rows[part]) for part in order.split(saved_run.BATCH)]
     return samples[start:]
 
 
 def test_plain_torch_goes_on_too(facts: dict[str, Any], folder: Path) -> None:
-    model, _ = checkpoint_ranks.fresh(0.0, seed=9)
+    model, _ = saved_run.fresh(0.0, seed=9)
     run = Run(model, batches(HALF), folder / "plain")
     run.checkpoints = autopar.Checkpoints(
         folder / "plain", model=model, optimizer=run.optimizer, schedule=run.schedule
@@ -79,7 +80,7 @@ def test_plain_torch_goes_on_too(facts: dict[str, Any], folder: Path) -> None:
 def test_without_autopar_the_model_is_read_by_torch_alone(
     facts: dict[str, Any], folder: Path
 ) -> None:
-    model, _ = checkpoint_ranks.fresh(0.0, seed=9)
+    model, _ = saved_run.fresh(0.0, seed=9)
     state = {"model": model.state_dict()}
     dcp.load(state, checkpoint_id=folder / "plain" / f"step-{HALF}", no_dist=True)
     model.load_state_dict(state["model"])
@@ -96,12 +97,10 @@ def test_groups_without_parameters_come_back_in_another_layout(facts: dict[str, 
 def test_groups_without_parameters_come_back(tmp_path: Path, sizes: list[int]) -> None:
     groups = []
     for start in (1e-2, 5e-3):
-        model, inputs = checkpoint_ranks.fresh(0.0)
-        optimizer, checkpoints = checkpoint_ranks.trained_in_groups(
-            model, inputs, tmp_path, sizes, start
-        )
+        model, inputs = saved_run.fresh(0.0)
+        optimizer, checkpoints = trained_in_groups(model, inputs, tmp_path, sizes, start)
         checkpoints.save(1) if not groups else checkpoints.load()
-        groups.append(checkpoint_ranks.groups_of(optimizer))
+        groups.append(groups_of(optimizer))
         state = optimizer.state_dict()["state"]
         assert len(state) == sum(sizes) and all(s["step"] == 1 for s in state.values())
     assert groups[0] == groups[1] and groups[0][0][:2] == pytest.approx((9e-3, 1e-2))
@@ -109,8 +108,8 @@ def test_groups_without_parameters_come_back(tmp_path: Path, sizes: list[int]) -
 
 def test_another_number_of_groups_without_parameters_is_refused(tmp_path: Path) -> None:
     def checkpoints(*sizes: int) -> autopar.Checkpoints:
-        model, inputs = checkpoint_ranks.fresh(0.0)
-        return checkpoint_ranks.trained_in_groups(model, inputs, tmp_path, sizes, 1e-2)[1]
+        model, inputs = saved_run.fresh(0.0)
+        return trained_in_groups(model, inputs, tmp_path, sizes, 1e-2)[1]
 
     checkpoints(8, 0).save(1)
     with pytest.raises(InputError, match=r"it lacks optimizer_group_without_parameters\.1\."):
@@ -126,7 +125,7 @@ def test_a_checkpoint_of_another_model_is_refused(facts: dict[str, Any], folder:
     for said in facts["refused"]:
         assert "is of something else: model.head.weight is (6, 32) there and (7, 32) here" in said
         assert not said.endswith("not as it was")
-    model, _ = checkpoint_ranks.fresh(0.0)
+    model, _ = saved_run.fresh(0.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.more = nn.Linear(2, 2)
     with pytest.raises(

@@ -3,53 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autopar
 from autopar import InputError, LayoutError, PlanError, RankError, TraceError, WorldError
 from autopar.world import ranks
 from odd_models import BATCH, HIDDEN, Simple, rows
-
-
-def two_layers() -> Simple:
-    torch.manual_seed(0)
-    return Simple(lambda m, x: m.down(m.up(x).relu()).square().mean())
-
-
-@contextmanager
-def refused(kind: type[Exception], *says: str, model: nn.Module | None = None) -> Iterator[None]:
-    """Raises `kind`, a ValueError, whose text has all of `says`; the model is as it was."""
-    before = None if model is None else _picture(model)
-    with pytest.raises(kind) as caught:
-        yield
-    assert isinstance(caught.value, autopar.AutoparError) and isinstance(caught.value, ValueError)
-    for text in says:
-        assert text in str(caught.value), f"{text!r} is not in {caught.value}"
-    assert model is None or before == _picture(model)
-
-
-def _picture(model: nn.Module) -> list[Any]:
-    """All that a model holds, tensors by identity and value."""
-    seen: list[Any] = []
-    for module in model.modules():
-        names = ("_parameters", "_buffers", "_modules", "_forward_hooks")
-        seen += [(name, dict(module.__dict__[name]).keys()) for name in names]
-        seen += [(name, id(value)) for name, value in module.__dict__.items()]
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    seen += [(n, id(t), str(t.device), t.requires_grad, t.tolist()) for n, t in tensors]
-    return seen
-
+from refusals import Options, refused, two_layers
 
 # -- what cannot be one graph ----------------------------------------------------------------------
 
@@ -260,26 +228,6 @@ def test_verify_refuses_random_numbers_too() -> None:
 
 
 # -- calls -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process as rank 0 of two, which agree with each other and never answer."""
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    monkeypatch.setattr(ranks, "all_of", lambda value: [value, value])
-    monkeypatch.setattr(ranks, "from_rank_0", lambda value: value)
-    yield
-    dist.destroy_process_group()
-
-
-class Options(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(24, 24)
-
-    def forward(self, x: Tensor, scale: float = 1.0, mode: str = "sum") -> Tensor:
-        y = self.linear(x) * scale
-        return y.sum() if mode == "sum" else y.mean()
 
 
 def parallel(model: nn.Module, inputs: Any, layout: str = "ddp") -> Any:

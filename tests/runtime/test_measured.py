@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_step_events import shows
 
 import autopar
 import models
 from autopar.runtime.op_log import Entry, IssuedCollective, OpLog, collective_periods
 from autopar.runtime.profiler import MeasuredStep, read_profile, timeline
 from launch import launched
+from timeline_files import check_timeline_file
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_one_rank_computes_only(tmp_path: Path) -> None:
     assert {"blocks.0.up", "head"} <= {span.module for span in measured.spans}
     assert {span.phase for span in measured.spans} == {"forward", "backward"}
     assert all(p.grad is None for p in par.parameters())
-    shows(measured, tmp_path / "trace.json")
+    check_timeline_file(measured, tmp_path / "trace.json")
 
 
 # -- by hand ---------------------------------------------------------------------------------------

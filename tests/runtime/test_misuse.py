@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from test_errors import two_ranks  # noqa: F401
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -257,7 +256,7 @@ def test_packed_sequences_are_apart_where_the_model_takes_them_apart(options: An
     assert torch.allclose(par(**inputs).logits[:, 2:], alone) == ("use_cache" in options)
 
 
-def test_the_plan_of_a_parallel_module_can_be_read(two_ranks: None) -> None:  # noqa: F811
+def test_the_plan_of_a_parallel_module_can_be_read(two_ranks: None) -> None:
     par = autopar.parallelize(Net(), 2, (rows(),), layout="ddp")
     assert par.plan.timeline().seconds > 0
     assert par.plan.why("up") is not None

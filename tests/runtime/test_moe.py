@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_training import LIMIT, right
 from torch import Tensor, nn
 
 import autopar
@@ -17,6 +16,7 @@ from autopar.ops.experts import experts_op
 from autopar.planner.request import GridEP
 from launch import launched
 from moe_models import EXPERTS, MOE, gshard, looped, mixtral, with_auxiliary_loss
+from training_facts import LIMIT, check_training
 
 LAYOUTS = ("auto", "ep", "fsdp", "megatron")
 FAST = {("mixtral", "ep"), ("gshard", "ep")}
@@ -190,6 +190,6 @@ def test_a_mixture_of_experts_trains_as_on_one_device(tmp_path: Path, name: str)
     facts = launched(tmp_path, 4, name, script="moe_ranks.py", seconds=900)[name]
     assert len(facts) == 6 - (name == "olmoe"), "no auxiliary loss in micro-batches"
     for of_layout in facts.values():
-        right(of_layout)
+        check_training(of_layout)
         assert of_layout["losses agree"]
         assert of_layout["all parameters"] < LIMIT

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_functions import KINDS, Net, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +20,7 @@ from autopar.ops import custom_functions
 from autopar.passes import trace
 from autopar.passes.trace import original
 from autopar.passes.trace.original import compare_original
+from custom_functions import KINDS, Net, rows
 
 
 def test_a_backward_that_is_lost_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

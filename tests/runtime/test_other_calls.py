@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_errors import Options, refused, rows, two_layers, two_ranks  # noqa: F401
 from torch import Tensor, nn
 
 import autopar
 from autopar.runtime.training import call_graphs
 from launch import RANK_SCRIPTS, environment, launched
+from odd_models import rows
+from refusals import Options, two_layers
 
 LAYOUTS = [
     pytest.param(names, marks=pytest.mark.slow) for names in (("fsdp",), ("megatron", "auto"))
@@ -68,7 +69,7 @@ def test_a_rank_that_makes_another_call_alone_waits_for_nobody(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_nothing_of_the_original_stays(two_ranks: None) -> None:  # noqa: F811
+def test_nothing_of_the_original_stays(two_ranks: None) -> None:
     model = nn.Sequential(nn.Linear(24, 4), nn.BatchNorm1d(4), nn.Dropout(0.1))
     storages = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]
     whole = weakref.ref(model)
@@ -81,7 +82,7 @@ def test_nothing_of_the_original_stays(two_ranks: None) -> None:  # noqa: F811
     assert isinstance(par, nn.Sequential) and not any(t.is_meta for t in par.parameters())
 
 
-def test_what_python_cannot_copy_is_shared(two_ranks: None) -> None:  # noqa: F811
+def test_what_python_cannot_copy_is_shared(two_ranks: None) -> None:
     model = two_layers()
     model.lock = threading.Lock()
     par: Any = autopar.parallelize(model, 2, (rows(),), layout="ddp")

@@ -2,8 +2,8 @@
 
 Examples:
 
-    PYTHONPATH=.:tests/planner python tests/support/choices.py now.jsonl
-    PYTHONPATH=.:tests/planner python tests/support/choices.py now.jsonl --than before.jsonl
+    PYTHONPATH=. python tests/support/choices.py now.jsonl
+    PYTHONPATH=. python tests/support/choices.py now.jsonl --than before.jsonl
 
 writes for every call the modelled step, the sum and the proven gap of its plan, a line each, and
 goes on where a file ends early. `--than` prints what differs from another file, and returns 1 where
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 import warnings
@@ -23,12 +24,32 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
-from test_auto import SUBJECTS, combinations
 
 import autopar
 import models
 
+WORLDS = (
+    *(("dgx-h100", ranks) for ranks in (2, 4, 8, 16, 64)),
+    *(("ethernet-25g", ranks) for ranks in (2, 8, 16, 32)),
+    *(("laptop", ranks) for ranks in (2, 4, 8)),
+    *(("pcie-4090", ranks) for ranks in (2, 4, 8, 16)),
+)
+SUBJECTS: dict[str, Callable[[int], models.Example]] = {
+    "mlp": lambda batch: (models.Mlp(), (torch.randn(batch, 64), torch.randn(batch, 64)), {}),
+    "wide": lambda batch: (models.Mlp(2048, 8192), (torch.randn(batch, 2048),) * 2, {}),
+    "gpt": lambda batch: (
+        models.GptWithLogits(),
+        (torch.zeros(batch, 16, dtype=torch.int64),) * 2,
+        {},
+    ),
+    "gpt 768": lambda batch: (
+        models.GptWithLogits(1024, 128, 768, 12, 2),
+        (torch.zeros(batch, 128, dtype=torch.int64), torch.ones(batch, 128, dtype=torch.int64)),
+        {},
+    ),
+}
 LONGER = 0.003  # of a step
 Build = Callable[[], tuple[Any, Any]]
 
@@ -95,6 +116,15 @@ def vit(batch: int) -> Build:
         return model, {"pixel_values": pixels, "labels": labels}
 
     return build
+
+
+def combinations() -> list[Any]:
+    """40 of (model, batch, machine), the first few of them cheap."""
+    draw = random.Random(0)
+    every = [(s, b, *w) for s in SUBJECTS for b in (4, 16, 64) for w in WORLDS]
+    cheap = [("mlp", 16, "dgx-h100", 8), ("gpt", 16, "laptop", 4), ("wide", 64, "pcie-4090", 8)]
+    rest = draw.sample([c for c in every if c not in cheap], 37)
+    return [*cheap, *(pytest.param(c, marks=pytest.mark.slow) for c in rest)]
 
 
 def calls() -> Iterator[Call]:

@@ -7,17 +7,22 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, fx
 
 import autopar
 import models
 from autopar import _compat
+from autopar.cost.simulator.graph_events import Phase
+from autopar.ops import comm
 from autopar.passes import OVERLAP
 from autopar.passes.overlap import DerivedGraph
 from autopar.passes.pass_manager import PassManager
 from autopar.runtime.backends import Scheduled
 
+aten = torch.ops.aten
+MATMULS = (aten.mm.default, aten.addmm.default)
 FOUR = autopar.World.of(4)
 
 
@@ -95,3 +100,19 @@ def ran(
         name = str(node.target).split(".")[1] if "c10d" in str(node.target) else ""
         node.target = stand_ins.get(name, node.target)
     return fx.GraphModule(torch.nn.Module(), graph)(*inputs)
+
+
+def derived_from(plan: autopar.Plan, gloo: bool = True) -> Scheduled:
+    """The graphs of a plan."""
+    run = Scheduled(plan.context.program, FOUR, (), "aot_eager")  # nothing in place
+    program = plan.context.program
+    with pytest.MonkeyPatch.context() as patch, _compat.fake_mode():
+        patch.setattr(comm, "_reduce_scatter_is_slow", lambda *_: gloo)
+        run.derived([value_of(entry, program) for entry in program.signature.inputs])
+    return run
+
+
+def graph_of(run: Scheduled, phase: Phase) -> fx.Graph:
+    module = run.forward if phase == "forward" else run.backward
+    assert module is not None
+    return module.graph

@@ -18,6 +18,12 @@ BATCH, SEQUENCE, HIDDEN, HEADS, VOCABULARY, LAYERS = 16, 16, 64, 8, 128, 2
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
+def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
+    """(model, inputs) of one of the functions below."""
+    model, args, kwargs = globals()[name](**overrides)
+    return model, args or kwargs
+
+
 class Mlp(nn.Module):
     """Two linears with a gelu between them, and a mean square loss."""
 
