@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, settings
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from autopar.ir.program import Program
 from autopar.world import ranks
 
 torch.set_num_threads(1)
@@ -57,6 +58,26 @@ def exports(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
     for name in ("exported_anew", "exported_with_derivatives"):
         monkeypatch.setattr(trace, name, counted(getattr(trace, name)))
     return exported
+
+
+_programs: dict[int, tuple[nn.Module, Program]] = {}
+
+
+@pytest.fixture
+def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace takes longer than most of what follows, and no pass changes the program that it is
+    given: each model is traced once in a process.
+    """
+    from autopar.passes import trace
+
+    run = trace.trace
+
+    def traced(model: nn.Module, args: Any, kwargs: Any) -> Program:
+        if id(model) not in _programs:
+            _programs[id(model)] = model, run(model, args, kwargs)
+        return _programs[id(model)][1]
+
+    monkeypatch.setattr(trace, "trace", traced)
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from autopar.errors import PlanError
 from autopar.ir.program import Program
 from autopar.passes import annotate, emit_program, trace
 from autopar.planner import planner, solve
-from autopar.planner.ladders import Rematerialized
 from autopar.planner.rematerialize import RematerializationSteps
 from autopar.planner.request import PlanRequest
 from autopar.world import World
+from end_rungs import end_rungs
 
 WIDTH, ROWS, BLOCKS = 16, 8, 4
 
@@ -91,13 +91,7 @@ def is_below_every_peak(program: Program, world: World, layout: str, least: floa
     """Of the layout's plan on all end rungs."""
     chosen = solve.search_meshes(program, world, PlanRequest(layout))
     steps = RematerializationSteps(emit_program(chosen, world), world, Budget(1e15, "adamw"))
-    for rung in (
-        Rematerialized((), ()),
-        Rematerialized(steps.names, ()),
-        Rematerialized((), steps.fetching),
-        Rematerialized((), (), steps.cheap),
-        Rematerialized((), steps.fetching, steps.cheap),
-    ):
+    for rung in end_rungs(steps):
         assert steps.tried(rung).memory.peak >= least, (layout, rung)
 
 

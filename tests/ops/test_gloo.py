@@ -3,12 +3,10 @@ level and in two; and many tensors at once.
 """
 
 import os
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import fx
 
 import autopar
@@ -20,6 +18,7 @@ from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect, disconnect
 from autopar.runtime import lockstep
 from reshards import RESHARDS, deal, own, random, same
+from spawned import on_four_ranks
 
 MESH = Mesh.parse("data2.x2")
 
@@ -203,26 +202,8 @@ def _worker(rank, store, runs, results):
     dist.destroy_process_group()
 
 
-def _on_gloo(tmp_path, runs):
-    context = multiprocessing.start_processes(
-        _worker,
-        (str(tmp_path / "store"), runs, str(tmp_path)),
-        nprocs=4,
-        join=False,
-        start_method="spawn",
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while not context.join(timeout=5):  # ends early whenever one rank ends
-            assert time.monotonic() < deadline, "the gloo ranks did not end in time"
-    finally:
-        for process in context.processes:
-            process.kill()
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
-
-
 def _assert_agree(tmp_path, runs):
-    outputs = _on_gloo(tmp_path, runs)
+    outputs = on_four_ranks(_worker, runs, tmp_path)
     exactly = {"rtol": 1e-12, "atol": 1e-12}
     reshards = lockstep.run(MESH, _every_change)
     ops = lockstep.run(MESH, _gradients_of_sharded_ops)

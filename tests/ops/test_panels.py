@@ -3,13 +3,11 @@
 import itertools
 import os
 import threading
-import time
 import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +16,7 @@ from autopar.ir.mesh import Mesh, group_name
 from autopar.ops import comm, sharded
 from autopar.ops.process_groups import connect
 from autopar.runtime import lockstep
+from spawned import on_four_ranks
 
 MESHES = ["depth1.row2.col2", "depth2.row2.col2", "depth1.row4.col4", "row3.col3"]
 MESHES += ["col2.depth3.row2", "row1.col1"]
@@ -362,26 +361,8 @@ def _worker(rank, store, backends, results):
     dist.destroy_process_group()
 
 
-def _on_gloo(tmp_path, backends):
-    context = multiprocessing.start_processes(
-        _worker,
-        (str(tmp_path / "store"), backends, str(tmp_path)),
-        nprocs=4,
-        join=False,
-        start_method="spawn",
-    )
-    try:
-        deadline = time.monotonic() + 240
-        while not context.join(timeout=5):  # ends early whenever one rank ends
-            assert time.monotonic() < deadline, "the gloo ranks did not end in time"
-    finally:
-        for process in context.processes:
-            process.kill()
-    return [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
-
-
 def _assert_agree(tmp_path, backends):
-    outputs = _on_gloo(tmp_path, backends)
+    outputs = on_four_ranks(_worker, backends, tmp_path)
     rooted = lockstep.run(GLOO, lambda rank: _rooted(rank, GLOO))
     for rank, output in enumerate(outputs):
         _close(output["rooted"], rooted[rank])

@@ -23,6 +23,7 @@ from autopar.planner.named_layouts import NAMES
 from autopar.planner.rematerialize import Estimated, RematerializationSteps
 from autopar.planner.request import PlanRequest
 from autopar.world import World
+from end_rungs import end_rungs
 
 WORLD = World.preset("dgx-h100", ranks=4)
 MODELS: dict[str, Any] = {
@@ -80,11 +81,7 @@ def check_estimates(name: str, layout: str, optimizer: str) -> None:
     half = len(whole.names) // 2
     least = least_bytes(program, WORLD.ranks, optimizer)
     for rung in (
-        Rematerialized((), ()),
-        Rematerialized(whole.names, ()),
-        Rematerialized((), whole.fetching),
-        Rematerialized((), (), whole.cheap),
-        Rematerialized((), whole.fetching, whole.cheap),
+        *end_rungs(whole),
         Rematerialized(
             whole.names[:half], (), tuple(n for n in whole.names[half:] if n in whole.cheap)
         ),

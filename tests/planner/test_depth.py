@@ -29,6 +29,7 @@ from autopar.planner.rematerialize import (
 )
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
+from end_rungs import end_rungs
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)
@@ -140,13 +141,7 @@ def check_against_full(
     )
     assert (estimate.names, estimate.fetching) == (whole.names, whole.fetching)
     assert estimate.cheap == whole.cheap == whole.names
-    for rung in (
-        Rematerialized((), ()),
-        Rematerialized(whole.names, ()),
-        Rematerialized((), whole.fetching),
-        Rematerialized((), (), whole.cheap),
-        Rematerialized((), whole.fetching, whole.cheap),
-    ):
+    for rung in end_rungs(whole):
         estimated, other = estimate.tried(rung), whole.tried(rung)
         assert estimated.memory.peak == pytest.approx(other.memory.peak, rel=5e-3)
         assert estimated.seconds == pytest.approx(other.seconds, abs=seconds_apart)

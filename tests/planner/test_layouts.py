@@ -23,8 +23,6 @@ import autopar
 import models
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.program import Program
-from autopar.passes import trace
 from autopar.planner import exact_search
 from autopar.planner.request import Grid2D, Grid3D, Grid4D, Grid25D, GridHSDP, Layouts
 from launch import launched
@@ -35,21 +33,8 @@ MODELS = ["gpt", "llama", "gpt2", "t5"]
 NAMES = ["megatron-sp", "atp", "3d", "4d", "2.5d"]  # test_parity.py has the others
 WORLDS = [4, 8, 16]
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 _examples: dict[str, tuple[nn.Module, Any]] = {}
-_traces: dict[int, Program] = {}
-
-
-@pytest.fixture(autouse=True)
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pass changes the program that it is given, so each model is traced once."""
-    run = trace.trace
-
-    def traced(model: nn.Module, args: Any, kwargs: Any) -> Program:
-        if id(model) not in _traces:
-            _traces[id(model)] = run(model, args, kwargs)
-        return _traces[id(model)]
-
-    monkeypatch.setattr(trace, "trace", traced)
 
 
 # -- models ----------------------------------------------------------------------------------------

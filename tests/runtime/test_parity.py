@@ -22,7 +22,6 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.passes import trace
 from autopar.planner import exact_search, solve, space
 from autopar.planner.named_layouts import Constraint
 
@@ -31,8 +30,8 @@ LAYOUTS = ["auto", "ddp", "fsdp", "megatron"]
 MODELS = ["gpt", "gpt2", "llama", "bert", "t5"]
 MORE_MODELS = ["vit", "qwen3", "gemma2"]
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 _examples: dict[str, models.Example] = {}
-_traces: dict[int, Program] = {}
 
 
 def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
@@ -42,21 +41,6 @@ def example(name: str, **overrides: Any) -> tuple[nn.Module, Any]:
         _examples[key] = getattr(models, name)(**overrides)
     model, args, kwargs = _examples[key]
     return model, args or kwargs
-
-
-@pytest.fixture(autouse=True)
-def traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace takes longer than most of what follows, and no pass changes the program that it is
-    given: each model is traced once.
-    """
-    run = trace.trace
-
-    def traced(model: nn.Module, args: Any, kwargs: Any) -> Program:
-        if id(model) not in _traces:
-            _traces[id(model)] = run(model, args, kwargs)
-        return _traces[id(model)]
-
-    monkeypatch.setattr(trace, "trace", traced)
 
 
 def holds(name: str, ranks: int, layout: str, **overrides: Any) -> None:
