@@ -102,7 +102,7 @@ _MESHES: dict[tuple[tuple[Mesh, ...], tuple[float, ...], int], Meshes] = {}
 _MOST_CACHED, _FEW = 32, 16  # each of so many meshes at most: the arrays of more are large
 
 
-def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...] = ()) -> Meshes:
+def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...]) -> Meshes:
     """Return these meshes with all that is known of them: searches of one plan ask for the same few
     again and again.
     """

@@ -175,7 +175,7 @@ def optimizer_bytes(layout: Layout, element_bytes: int, optimizer: Optimizer) ->
     return float(optimizer * layout.local_size)
 
 
-def step_bytes(sizes: Sequence[float], optimizer: Optimizer, at_once: bool = False) -> float:
+def step_bytes(sizes: Sequence[float], optimizer: Optimizer, at_once: bool) -> float:
     """Return what an optimizer's step allocates for a moment, for parameters of so many bytes in
     its order.
 

@@ -91,7 +91,10 @@ def attention(
     """Run `aten.scaled_dot_product_attention` on meta tensors, with the kernel that a CPU takes."""
     operands = (query, key, value, attn_mask)
     flash_enabled = torch.backends.cuda.flash_sdp_enabled()  # the switch holds for every device
-    traits = tuple(None if x is None else _operand_traits(x) for x in operands)
+    traits = tuple(
+        x if x is None else _OperandTraits(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
+        for x in operands
+    )
     if not _by_flash(traits, dropout_p, is_causal, scale, enable_gqa, flash_enabled):
         op = aten.scaled_dot_product_attention.default
         result: Tensor = op(*operands, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -104,10 +107,6 @@ def attention(
     options = {"attn_mask": attn_mask, "scale": scale}
     output: Tensor = FLASH(query, key, value, dropout_p, is_causal, **options)[0]
     return output
-
-
-def _operand_traits(x: Tensor) -> _OperandTraits:
-    return _OperandTraits(tuple(x.shape), x.stride(), x.dtype, x.requires_grad)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -169,16 +169,15 @@ def microbatch_count(program: Program) -> int:
 
 
 def memory_of_microbatches(
-    program: Program, memory: Memory, unreduced: float | None = None, weights: float = 0.0
+    program: Program, memory: Memory, unreduced: float, weights: float = 0.0
 ) -> Memory:
     """Return the memory of a step, before the optimizer's, of that of one micro-batch: between two
     a rank holds gradients, and of results that have rows those of all micro-batches. `unreduced`:
-    bytes of these gradients; None: those of this program. `weights`: bytes of gathered weights,
-    which are there from micro-batch to micro-batch.
+    bytes of these gradients. `weights`: bytes of gathered weights, which are there from micro-batch
+    to micro-batch.
     """
     memory = with_results(program, memory)
-    gradients = unreduced_bytes(program) if unreduced is None else unreduced
-    return with_gradients(program, memory, gradients, gradients, weights) if gradients else memory
+    return with_gradients(program, memory, unreduced, unreduced, weights) if unreduced else memory
 
 
 def with_results(program: Program, memory: Memory) -> Memory:

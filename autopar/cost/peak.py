@@ -189,8 +189,8 @@ class _Shapes:
     shape, and hold the memory that the backend holds on the way.
     """
 
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
+    def __init__(self, world: World | None) -> None:
+        self._backend = "" if world is None else world.backend
         self._sizes: dict[str, int] = {}
         self.sums_in_place = False  # as a derived graph does where it may
 
@@ -259,18 +259,13 @@ class MemoryOfStep(NamedTuple):
         return max(self.passes, self.stepping, key=lambda memory: memory.peak)
 
 
-def peak_and_saved(
-    program: Program, optimizer: Optimizer = "adamw", world: World | None = None
-) -> MemoryOfStep:
+def peak_and_saved(program: Program, optimizer: Optimizer, world: World | None) -> MemoryOfStep:
     """Return what `peak` returns, and what is held between forward and backward."""
     assert program.plan is not None
-    backend, on_gpu = "", False
-    if world is not None:
-        backend, on_gpu = world.backend, world.device.name != "cpu"
     keeps = program.plan.gathers_once and program.plan.microbatches > 1
     step_program = with_gathered_weights(program) if keeps else program
-    with _use_simulator(_Shapes(backend)):
-        step = _Step(step_program, optimizer, on_gpu)
+    with _use_simulator(_Shapes(world)):
+        step = _Step(step_program, optimizer, world)
         step.run()
     waiting = unreduced_bytes(program)
     passes = memory_of_microbatches(program, step.passes, waiting, step.weights)
@@ -302,24 +297,21 @@ class HalvesMemory(NamedTuple):
 def peak_of_halves(
     program: Program,
     received: Sequence[str],
-    optimizer: Optimizer = "adamw",
-    world: World | None = None,
+    optimizer: Optimizer,
+    world: World | None,
 ) -> HalvesMemory:
     """Return the memory of a micro-batch of an emitted program whose backward runs in two halves,
     of which the first gives the gradients of what is `received`. So it holds operands and gradients
     of every product with a weight until the rest runs (cost/halves.py says of which ops).
     """
     assert program.plan is not None
-    backend, on_gpu = "", False
-    if world is not None:
-        backend, on_gpu = world.backend, world.device.name != "cpu"
     plan = program.plan
     keeps = plan.gathers_once and plan.microbatches > 1
     step_program = with_gathered_weights(program) if keeps else program
     waiting = unreduced_bytes(program)
     results = results_between(program)
-    with _use_simulator(_Shapes(backend)):
-        step = _Step(step_program, optimizer, on_gpu)
+    with _use_simulator(_Shapes(world)):
+        step = _Step(step_program, optimizer, world)
         if not any(e.node in received and e.trainable for e in program.signature.inputs):
             step.run()
             memory, saved = step.passes, step.saved - step.weights
@@ -332,8 +324,8 @@ def run_step(
     program: Program, optimizer: Optimizer, world: World, recorder: LifetimeRecorder
 ) -> None:
     """Run the step that `peak` runs, and let `recorder` record it."""
-    with _use_simulator(_Shapes(world.backend)):
-        _Step(program, optimizer, world.device.name != "cpu", recorder).run()
+    with _use_simulator(_Shapes(world)):
+        _Step(program, optimizer, world, recorder).run()
 
 
 class Moment(NamedTuple):
@@ -353,9 +345,8 @@ def moments(
     """Return what one rank holds over a step that waits for every collective, at `most` moments
     that lie evenly, at the peak, and last while the optimizer steps; arguments as for `peak`.
     """
-    backend = "" if world is None else world.backend
-    step = _Step(program, optimizer, world is not None and world.device.name != "cpu")
-    with _use_simulator(_Shapes(backend)):
+    step = _Step(program, optimizer, world)
+    with _use_simulator(_Shapes(world)):
         step.run(most)
     return step.moments
 
@@ -377,10 +368,11 @@ class _Step:
         self,
         program: Program,
         optimizer: Optimizer,
-        on_gpu: bool,
+        world: World | None,
         recorder: LifetimeRecorder | None = None,
     ) -> None:
-        self.program, self.optimizer, self.on_gpu = program, optimizer, on_gpu
+        self.program, self.optimizer = program, optimizer
+        self.on_gpu = world is not None and world.device.name != "cpu"
         self.recorder = LifetimeRecorder() if recorder is None else recorder
         self.moments: list[Moment] = []
         self.passes = self.stepping = Memory(0, 0, 0, 0, 0, 0)  # of `run`

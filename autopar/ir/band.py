@@ -100,7 +100,7 @@ class Band(NamedTuple):
             stop = keys if self.after is None else max(start, min(keys, high + self.after + 1))
             yield rows, range(start, stop)
 
-    def hides(self, rows: range, columns: range, places: Places = ()) -> bool:
+    def hides(self, rows: range, columns: range, places: Places) -> bool:
         """Whether the band hides any key of a block, on any rank."""
         low, high = farthest(rows, places)
         before = self.before is not None and columns.start < high - self.before

@@ -29,6 +29,13 @@ _LONGEST_UNIT = 8  # blocks
 _FEW_READERS = 2  # other blocks that read a value of one that goes from block to block
 
 
+def is_inexact(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype are rounded, and may carry a gradient: integers and flags are
+    not.
+    """
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def producer(node: fx.Node) -> Value:
     """Return the value that a node stands for, as (node, index of the result): a getitem stands for
     a result of its argument.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -256,6 +256,12 @@ def returned_names(graph: fx.Graph) -> list[str]:
     """Return the names of the nodes that a graph returns, in their order."""
     results: Any = graph.output_node().args[0]
     return [node.name for node in results]
+
+
+def renamed_outputs(outputs: Iterable[Output], graph: fx.Graph) -> tuple[Output, ...]:
+    """Return the outputs of a signature with the names that their nodes have in this graph."""
+    names = iter(returned_names(graph))
+    return tuple(o if o.node is None else replace(o, node=next(names)) for o in outputs)
 
 
 def same_outputs(program: Program) -> None:

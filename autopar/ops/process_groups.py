@@ -190,7 +190,7 @@ def _end_groups_at_exit() -> None:
     atexit.register(_end_groups)
 
 
-def _running_world(mesh: Mesh, copies: int = 1) -> dist.ProcessGroup:
+def _running_world(mesh: Mesh, copies: int) -> dist.ProcessGroup:
     """Return the default process group. Raises WorldError where none is running or its size is not
     that of the mesh, or of so many copies of it.
     """

@@ -247,13 +247,9 @@ def _is_view_or_copy(node: fx.Node) -> bool:
         return True
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    views = any(r.alias_info is not None and not r.alias_info.is_write for r in _returns(target))
+    aliases = [result.alias_info for result in target._schema.returns]
+    views = any(alias is not None and not alias.is_write for alias in aliases)
     return views or target.overloadpacket in _COPIES
-
-
-def _returns(target: OpOverload) -> Sequence[Any]:
-    returns: Sequence[Any] = target._schema.returns
-    return returns
 
 
 _COPIES = (torch.ops.aten.clone, torch.ops.aten._to_copy, torch.ops.aten._unsafe_view)

@@ -23,7 +23,7 @@ from torch import fx
 
 from autopar.errors import PlanError
 from autopar.ir.band import Band
-from autopar.ir.graph import chain_name, producer, where
+from autopar.ir.graph import chain_name, is_inexact, producer, where
 from autopar.ir.program import Annotations, Atom, Chain, Program, Value
 from autopar.ir.sharding_rule import Dims, OpShardingRule, bound, operands_of, results_of, shape_of
 from autopar.ops.custom_functions import is_custom
@@ -438,9 +438,7 @@ def _propagate(node: fx.Node, searched: set[str], gradient: set[Value]) -> None:
     if not carries_gradient or node.target is aten.detach.default:
         return
     for index, value in enumerate(results_of(node)):
-        if isinstance(value, torch.Tensor) and (
-            value.dtype.is_floating_point or value.dtype.is_complex
-        ):
+        if isinstance(value, torch.Tensor) and is_inexact(value.dtype):
             gradient.add((node.name, index))
 
 

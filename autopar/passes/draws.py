@@ -28,7 +28,7 @@ from torch import fx
 
 from autopar._compat import LazyGraphModule
 from autopar.ir.graph import add_call, add_node, copy_graph
-from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
+from autopar.ir.program import Program, renamed_outputs, same_inputs, same_outputs
 from autopar.ir.sharding_rule import bound
 from autopar.ops.rules.shapes import DRAWS
 
@@ -53,11 +53,7 @@ def draws(program: Program) -> Program:
             graph.erase_node(node)
     # Draws count as impure, but the graph owes nobody those whose result is not used.
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    returned = iter(returned_names(graph))
-    outputs = tuple(
-        o if o.node is None else dataclasses.replace(o, node=next(returned))
-        for o in program.signature.outputs
-    )
+    outputs = renamed_outputs(program.signature.outputs, graph)
     return dataclasses.replace(
         program,
         module=LazyGraphModule(program.module, graph),

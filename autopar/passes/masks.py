@@ -34,7 +34,7 @@ from torch import Tensor, fx
 from autopar._compat import LazyGraphModule, without_modes
 from autopar.ir.band import LONG, Band
 from autopar.ir.graph import add_call, add_node, copy_graph
-from autopar.ir.program import Program, returned_names, same_inputs, same_outputs
+from autopar.ir.program import Program, renamed_outputs, same_inputs, same_outputs
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, bound, shape_of, value_of
 from autopar.ops.devices import rename_devices
 from autopar.ops.sharded.masked_attention import BLOCK_MASK, MASKED_ATTENTION
@@ -75,11 +75,7 @@ def masks(program: Program) -> Program:
     if not rewritten:
         return program
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
-    returned = iter(returned_names(graph))
-    outputs = tuple(
-        o if o.node is None else dataclasses.replace(o, node=next(returned))
-        for o in program.signature.outputs
-    )
+    outputs = renamed_outputs(program.signature.outputs, graph)
     return dataclasses.replace(
         program,
         module=LazyGraphModule(program.module, graph),

@@ -35,7 +35,7 @@ from autopar.ir.program import (
     Annotations,
     Input,
     Program,
-    returned_names,
+    renamed_outputs,
     same_inputs,
     same_outputs,
 )
@@ -132,7 +132,8 @@ class _Division:
             elif node.op == "call_function":
                 if not self.trained.isdisjoint(node.all_input_nodes):
                     self.trained.add(node)
-                self._take_numbers(node)
+                if not take_numbers(node, self.twins[node.name]):  # of a step of the whole batch
+                    raise self._refusal(node, "depends on the number of rows")
                 self._walk(node)
         states = self._results()
         shares = list(self.totals)
@@ -149,11 +150,6 @@ class _Division:
         entries = (e for e in self.program.signature.inputs if e.position in self.split)
         first = (self.notes.dims[entry.node, 0][0] for entry in entries)
         return {atom.number for atoms in first for atom in atoms}
-
-    def _take_numbers(self, node: fx.Node) -> None:
-        """Give a call the numbers that it computes with in a step of the whole batch."""
-        if not take_numbers(node, self.twins[node.name]):
-            raise self._refusal(node, "depends on the number of rows")
 
     def _placeholder(self, node: fx.Node) -> State:
         (entry,) = (e for e in self.program.signature.inputs if e.node == node.name)
@@ -173,7 +169,7 @@ class _Division:
         elif "sum" in kinds:
             self._use_sum(node, operands)
         elif "rows" in kinds:
-            self._use_rows(node, operands)
+            self._use_rows(node)
         else:
             self.states[node] = self._output_state(node) if self._has_rows(node) else "same"
 
@@ -223,7 +219,7 @@ class _Division:
             isinstance(own, torch.Tensor) and own.shape != other.shape for own, other in pairs
         )
 
-    def _use_rows(self, node: fx.Node, operands: Sequence[fx.Node]) -> None:
+    def _use_rows(self, node: fx.Node) -> None:
         rule = self.notes.specs[node.name]
         factors = self.notes.factors[node.name]
         own = {f for f, atoms in factors.items() if {a.number for a in atoms} & self.batch}
@@ -409,11 +405,8 @@ class _Division:
             Input("user", total.name, f"the total of {share.name}", position=leaves + number)
             for number, (share, total) in enumerate(self.totals.items())
         )
-        returned = iter(returned_names(self.graph))
-        outputs = tuple(
-            o if o.node is None else dataclasses.replace(o, node=next(returned))
-            for o in self.full_batch.signature.outputs  # with the numbers of the whole batch
-        )
+        # with the numbers of the whole batch
+        outputs = renamed_outputs(self.full_batch.signature.outputs, self.graph)
         return dataclasses.replace(signature, inputs=(*signature.inputs, *totals), outputs=outputs)
 
 

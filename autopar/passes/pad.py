@@ -40,7 +40,7 @@ from autopar._compat import LazyGraphModule, OpOverload
 from autopar.ir.dim_roles import dim_kinds
 from autopar.ir.graph import add_call, add_node, copy_graph, producer, weights_of
 from autopar.ir.padding import Pad, padded_shape, unpadded_shape
-from autopar.ir.program import Atom, Program, Value, returned_names, same_inputs
+from autopar.ir.program import Atom, Program, Value, renamed_outputs, returned_names, same_inputs
 from autopar.ir.sharding_rule import (
     HEADS_OF_A_KEY,
     KEY_HEADS,
@@ -517,15 +517,11 @@ class _Padding:
 
     def _program(self) -> Program:
         self.graph.lint()
-        outputs = list(self.program.signature.outputs)
-        names = iter(returned_names(self.graph))
-        renamed = tuple(
-            o if o.node is None else dataclasses.replace(o, node=next(names)) for o in outputs
-        )
+        outputs = renamed_outputs(self.program.signature.outputs, self.graph)
         return dataclasses.replace(
             self.program,
             module=LazyGraphModule(self.program.module, self.graph),
-            signature=dataclasses.replace(self.program.signature, outputs=renamed),
+            signature=dataclasses.replace(self.program.signature, outputs=outputs),
             annotations=None,
             chains=(),
             padding={value: self.spread.pads(value) for value in self.spread.padded},

@@ -31,7 +31,7 @@ from torch import fx
 
 from autopar.cost.communication import hierarchies
 from autopar.errors import LayoutError, PlanError
-from autopar.ir.graph import ancestors, block_of, where
+from autopar.ir.graph import ancestors, block_of, is_inexact, where
 from autopar.ir.layout import Layout, S
 from autopar.ir.program import Input, Output, Program
 from autopar.ir.reshard import reshard_steps
@@ -132,13 +132,11 @@ def check(program: Program, stages: Sequence[Stage]) -> None:
     outputs = [o for o in program.signature.outputs if o.node is not None]
     assert returned == list(range(len(outputs))), "a result is lost"
     for stage in stages:
-        stage.program.module.graph.lint()
-        several = {n.all_input_nodes[0].name for n in _items(stage.program.module.graph)}
+        graph = stage.program.module.graph
+        graph.lint()
+        items = graph.find_nodes(op="call_function", target=operator.getitem)
+        several = {item.all_input_nodes[0].name for item in items}
         assert several.isdisjoint(stage.receives), "a border of several tensors"
-
-
-def _items(graph: fx.Graph) -> Sequence[fx.Node]:
-    return list(graph.find_nodes(op="call_function", target=operator.getitem))
 
 
 # -- slices of border tensors ----------------------------------------------------------------------
@@ -441,5 +439,4 @@ def _program_of(
 
 def carries(node: fx.Node) -> bool:
     """Whether a border tensor has a gradient that goes back."""
-    dtype: torch.dtype = node.meta["dtype"]
-    return dtype.is_floating_point or dtype.is_complex
+    return is_inexact(node.meta["dtype"])

@@ -284,9 +284,8 @@ def _check_patterns(patterns: list[str], program: Program) -> None:
         left -= taken
         if taken:
             continue
-        earlier = [
-            p for p in patterns[:place] if any(fits(x, p) for x in _matching(paths, pattern))
-        ]
+        matching = [path for path in paths if fits(path, pattern)]
+        earlier = [p for p in patterns[:place] if any(fits(path, p) for path in matching)]
         if earlier:
             raise LayoutError(
                 f"the pattern {pattern!r} stands after {earlier[0]!r}, which takes every module "
@@ -298,10 +297,6 @@ def _check_patterns(patterns: list[str], program: Program) -> None:
             f"the pattern {pattern!r} matches no module of the model that computes; near it are "
             f"{', '.join(near or sorted(names)[:3])}; '*' is all"
         )
-
-
-def _matching(paths: set[str], pattern: str) -> list[str]:
-    return [path for path in paths if fits(path, pattern)]
 
 
 # -- checks and facts ------------------------------------------------------------------------------

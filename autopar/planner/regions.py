@@ -121,16 +121,14 @@ class _Regions:
         passes partial values on; one that does not is no part of a region that makes them.
         """
         producer = self._region_of.get(value)
-        if producer is not None and producer.root and (partial or not self._linear(value)):
-            return producer
+        if producer is not None and producer.root:
+            makes_partial = self._notes.specs[value[0]].linear
+            if partial or not makes_partial:
+                return producer
         if value not in self._fed_by:
             self._fed_by[value] = Region(value)
             self.all.append(self._fed_by[value])
         return self._fed_by[value]
-
-    def _linear(self, value: Value) -> bool:
-        """Whether the node that makes this value may pass partial values on."""
-        return bool(self._notes.specs[value[0]].linear)
 
     def _extend(
         self, region: Region, name: str, sources: list[Value | None], options: Options

@@ -405,8 +405,9 @@ class Estimated(RematerializationSearch):
                 peak=most + states,
             )
 
-        passes = self._in_microbatches(memory(step_peak.most))
-        stepping = with_results(self._short.program, memory(step_peak.end + step))
+        program = self._short.program
+        passes = memory_of_microbatches(program, memory(step_peak.most), self._unreduced)
+        stepping = with_results(program, memory(step_peak.end + step))
         return max(passes, stepping, key=lambda each: each.peak)
 
     def _rungs_of(self, rung: Rematerialized) -> dict[str, BlockRung]:
@@ -417,10 +418,6 @@ class Estimated(RematerializationSearch):
             else BlockRung(False, name in regather, name in rerun)
             for name in self.names
         }
-
-    def _in_microbatches(self, memory: Memory) -> Memory:
-        """Return the memory of a step in micro-batches, of that of one."""
-        return memory_of_microbatches(self._short.program, memory, self._unreduced)
 
     @cached_property
     def _unreduced(self) -> float:

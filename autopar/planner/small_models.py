@@ -156,7 +156,7 @@ class _Step(NamedTuple):
 def by_cost(
     sizes: Sequence[int],
     tables: Sequence[Table],
-    capped: Sequence[tuple[Sequence[Table], float]] = (),
+    capped: Sequence[tuple[Sequence[Table], float]],
 ) -> Iterator[tuple[float, list[int]]]:
     """Yield (total cost, value of every variable) in ascending order of the cost, of those whose
     total of each of the `capped` tables is at most its cap.

@@ -44,7 +44,7 @@ def memory_of_rank(
     actions: Sequence[Action],
     pipeline: Pipeline,
     rank: int,
-    halves: Mapping[int, HalvesMemory] | None = None,
+    halves: Mapping[int, HalvesMemory] | None,
 ) -> Memory:
     """Return what a rank of the pipeline holds at its peak: its stages' tensors, what micro-batches
     in flight keep for their backward, and what the one that computes needs besides. `actions`: of

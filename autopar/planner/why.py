@@ -95,11 +95,8 @@ class Why:
             )
             step = f"{_signed_seconds(runner.more_seconds)} ({share:+.2%})"
             table.add_row(runner.layout, step, ", ".join(terms) or "nothing to speak of", memory)
-        table.caption = self._caption()
+        table.caption = "\n".join((self._remark(), *self.notes))
         return Group(table)
-
-    def _caption(self) -> str:
-        return "\n".join((self._remark(), *self.notes))
 
     def _remark(self) -> str:
         if not self.runners:

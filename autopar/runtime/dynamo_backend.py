@@ -24,6 +24,7 @@ from torch.fx.traceback import preserve_node_meta
 from autopar._compat import dynamo_sources, pytree
 from autopar.cost.memory import Limit, Optimizer, Recompute
 from autopar.errors import LayoutError, RankError
+from autopar.ir.graph import is_inexact
 from autopar.ir.padding import filled_up
 from autopar.ir.program import Input, without_autocast
 from autopar.ops.custom_functions import Captured
@@ -88,7 +89,8 @@ def backend(
         )
         context = plan_on_rank_0(model, common_world, inputs, request).context
         assert isinstance(context, PlanContext)
-        device = next((x.device for x in _all_tensors(model, inputs)), CPU)
+        values = (*model.parameters(), *model.buffers(), *inputs)
+        device = next((x.device for x in values if isinstance(x, torch.Tensor)), CPU)
         context = context.on_device(device)
         return context, build_runner(context, device.type, backend, overlap)[1]
 
@@ -250,9 +252,7 @@ class _PlannedGraph:
         device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
         input_values = [values[place] for place in self.input_places]
         # floats that another graph has computed may differ in the last bit; integers do not
-        exact = [
-            x for x in input_values if isinstance(x, torch.Tensor) and not _is_rounded(x.dtype)
-        ]
+        exact = [x for x in input_values if isinstance(x, torch.Tensor) and not is_inexact(x.dtype)]
         if self.draws:
             self._renew_seed(device)
         self.watch.count_call(exact)
@@ -304,10 +304,6 @@ class _PlannedGraph:
         if self.program.pads(entry.node):
             value = filled_up(value, self.program.layouts[entry.node].shape)
         return value.clone() if entry.target in self.mutated else value
-
-
-def _is_rounded(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def _mark_numbers(graph: fx.Graph) -> list[bool]:
@@ -393,8 +389,3 @@ def _path(source: str) -> str:
     text = re.sub(r"^[LG]\[(['\"])(\w+)\1\]", r"\2", text)
     text = ".".join(word for word in re.split(r"\W+", text) if word)
     return re.sub(r"^self(\.|$)", "", text)
-
-
-def _all_tensors(model: nn.Module, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    values = [*model.parameters(), *model.buffers(), *inputs]
-    return [value for value in values if isinstance(value, torch.Tensor)]

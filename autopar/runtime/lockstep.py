@@ -225,7 +225,8 @@ class _Run:
         if self.error is None and not self._runnable and self._waiting:
             self.error = rank, RankError(f"rank {rank} has ended, but {self._who_waits()}")
         if self.error is not None:
-            self._wake_all()
+            for turn in self._turns:
+                turn.release()
         elif self._runnable:
             self._turns[self._next(rank)].release()
 
@@ -239,10 +240,6 @@ class _Run:
 
     def _next(self, rank: int) -> int:
         return min(self._runnable, key=lambda other: (other - rank) % self.size)
-
-    def _wake_all(self) -> None:
-        for turn in self._turns:
-            turn.release()
 
     def _who_waits(self) -> str:
         waits = [

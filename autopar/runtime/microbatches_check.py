@@ -56,13 +56,17 @@ def compare_microbatches(
     most.
     """
     with double_by_default():
-        calls = leaves_of_microbatches(
-            inputs, microbatches, _float64_totals(microbatch, microbatches)
-        )
+        totals = microbatches.totals
+        if totals is not None:
+            totals = to_float64(Program(totals, microbatch.signature)).module
+        calls = leaves_of_microbatches(inputs, microbatches, totals)
         full, microbatch = to_float64(full), to_float64(microbatch)
         expected = _step(full, pytree.tree_leaves(inputs), microbatch.tensors)
         steps = [_step(microbatch, leaves, microbatch.tensors) for leaves in calls]
-    results = [_together(state, each) for state, each in _by_result(microbatches, steps)]
+    results = [
+        _together(state, [step_results[place] for step_results, _ in steps])
+        for place, state in enumerate(microbatches.results)
+    ]
     gradients = {name: _together("sum", [f[1][name] for f in steps]) for name in expected[1]}
     least = _LEAST * max(
         (float(x.abs().max()) for x in expected[1].values() if x.numel()), default=0.0
@@ -81,13 +85,6 @@ def compare_microbatches(
             f"{worst} is off by {errors[worst]:.1e}, past {tolerance:.0e}"
         )
     return calls[0]
-
-
-def _float64_totals(microbatch: Program, microbatches: Microbatches) -> fx.GraphModule | None:
-    """Return the graph of the totals in float64."""
-    if microbatches.totals is None:
-        return None
-    return to_float64(Program(microbatches.totals, microbatch.signature)).module
 
 
 def _step(
@@ -140,13 +137,6 @@ def _without_draws(module: fx.GraphModule) -> fx.GraphModule:
             elif argument.name in node.kwargs and argument.name in _DROPS:
                 node.update_kwarg(argument.name, 0.0)
     return fx.GraphModule(module, graph)
-
-
-def _by_result(
-    microbatches: Microbatches, results: Sequence[tuple[list[Any], Any]]
-) -> Iterator[tuple[str, list[Any]]]:
-    for place, state in enumerate(microbatches.results):
-        yield state, [values[place] for values, _ in results]
 
 
 def _together(state: str, each: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -252,7 +252,9 @@ def _match_events(
         return {}
     first_group, *other_groups = groups
     best: dict[int, Any] = {}
-    for choice in _thread_choices(len(threads)):
+    places = range(len(threads))
+    choices = (itertools.combinations(places, count) for count in _THREADS)
+    for choice in itertools.chain.from_iterable(choices):
         matched = _match_threads(
             [(n, issued[n]) for n in first_group], [threads[i] for i in choice]
         )
@@ -262,11 +264,6 @@ def _match_events(
         if len(best) == sum(map(len, groups)):
             return best
     return best or _match_events(other_groups, threads, issued)
-
-
-def _thread_choices(threads: int) -> Iterator[tuple[int, ...]]:
-    for count in _THREADS:
-        yield from itertools.combinations(range(threads), count)
 
 
 def _match_threads(

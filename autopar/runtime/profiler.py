@@ -122,10 +122,9 @@ def profile_step(step: Callable[[], None]) -> list[Any]:
 def measure_step(
     run: Callable[..., Any],
     step: Callable[[Callable[..., Any]], None],
-    times: int = 1,
-    passes: int = 2,
+    times: int,
 ) -> list[MeasuredStep]:
-    """Measure `times` steps of the running ranks, after `passes` steps that are not measured.
+    """Measure `times` steps of the running ranks, after two steps that are not measured.
     Collective. `step` runs the callable that it gets in the place of `run`, which runs the module,
     and then the backward. Raises PlanError where a compiler runs the graphs.
     """
@@ -141,7 +140,7 @@ def measure_step(
         with record_function(GRAPH):
             return run(*values)
 
-    for _ in range(passes):
+    for _ in range(2):
         ranks.together("running a step", lambda: step(run))
     log = ranks.together("listing what a step runs", lambda: _op_log(run, step))
     ranks.together(

@@ -27,7 +27,7 @@ from torch import Tensor, fx
 
 from autopar._compat import TorchDispatchMode, in_backward, pytree
 from autopar.errors import VerificationError
-from autopar.ir.graph import where
+from autopar.ir.graph import is_inexact, where
 from autopar.ir.program import Program, Value
 from autopar.ops.devices import CPU, on_device
 from autopar.ops.recomputation import Visit, identity
@@ -75,11 +75,6 @@ def tensor_to_float64(tensor: Tensor) -> Tensor:
     return tensor.detach().to(device, _WIDER.get(tensor.dtype, tensor.dtype))
 
 
-def is_inexact(tensor: Tensor) -> bool:
-    """Whether the tensor holds numbers that are rounded, as integers and flags are not."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
 @contextmanager
 def double_by_default() -> Iterator[None]:
     """Make float64 torch's default dtype within the block, so that ops that make floats of integers
@@ -109,14 +104,14 @@ Fill = Callable[[Tensor], Tensor]
 
 def tame(memory: Tensor) -> Tensor:
     """Fill memory with numbers that look like any others: 1.0, the index 0, False."""
-    return memory.fill_(1 if is_inexact(memory) else 0)
+    return memory.fill_(1 if is_inexact(memory.dtype) else 0)
 
 
 def poison(memory: Tensor) -> Tensor:
     """Fill memory with nan, which shows wherever it spreads; integers and flags, which have no nan,
     with the index 1 or True.
     """
-    return memory.fill_(float("nan") if is_inexact(memory) else 1)
+    return memory.fill_(float("nan") if is_inexact(memory.dtype) else 1)
 
 
 def unwritten_memory(program: Program) -> list[fx.Node]:
@@ -223,7 +218,7 @@ class _ShakeBackward(TorchDispatchMode):
         return pytree.tree_map_only(torch.Tensor, self._off, result)
 
     def _off(self, value: Tensor) -> Tensor:
-        return _off(value, self.generator) if is_inexact(value) else value
+        return _off(value, self.generator) if is_inexact(value.dtype) else value
 
 
 def _off(value: Tensor, generator: torch.Generator) -> Tensor:
@@ -237,7 +232,7 @@ def rounding_floors(
     """Return the least number that an error of each value is divided by, by name. `samples` are the
     disturbed runs; they are taken one after the other, so that only one is in memory.
     """
-    floors = {name: 0.0 for name, value in plain.items() if is_inexact(value)}
+    floors = {name: 0.0 for name, value in plain.items() if is_inexact(value.dtype)}
     for sample in samples:
         for name, floor in floors.items():
             if name in sample:
@@ -303,7 +298,7 @@ def reference_step(reference: Program, observe: Observe) -> Reference:
     decided: dict[fx.Node, Tensor] = {}
 
     def decide(node: fx.Node, result: Any) -> Any:
-        if isinstance(result, Tensor) and not is_inexact(result):
+        if isinstance(result, Tensor) and not is_inexact(result.dtype):
             decided[node] = result
         return result
 

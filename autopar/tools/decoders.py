@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+_ROTARY_BASE = 500_000.0  # of the angles of positions, as in Llama 3
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -198,12 +200,12 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _angles(sequence: int, size: int, device: torch.device, base: float = 500_000.0) -> Tensor:
+def _angles(sequence: int, size: int, device: torch.device) -> Tensor:
     """Return the angle of every position and feature, (sequence, size); each half of the features
     has all of the frequencies (arXiv 2104.09864, in the order of Llama's released weights).
     """
     exponents = torch.arange(0, size, 2, device=device, dtype=torch.float32) / size
-    angles = torch.arange(sequence, device=device).unsqueeze(1) * base**-exponents
+    angles = torch.arange(sequence, device=device).unsqueeze(1) * _ROTARY_BASE**-exponents
     return torch.cat((angles, angles), dim=-1)
 
 

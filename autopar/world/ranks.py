@@ -76,18 +76,19 @@ def agree(what: str, value: str) -> None:
         )
 
 
-def agree_within(what: str, values: Mapping[int, str]) -> None:
-    """Raise a RankError on all ranks unless those that have a value of one number all have the same
-    one; `what` names it. Ranks of one stage of a pipeline have its number.
+def agree_on_orders(orders: Mapping[int, str]) -> None:
+    """Raise a RankError on all ranks unless all ranks of a pipeline's stage send the same
+    collectives in the same order. `orders`: this rank's, by the numbers of its stages.
     """
     first: dict[int, tuple[int, str]] = {}
-    for number, own in enumerate(all_of(dict(values))):
-        for stage, value in own.items():
-            other, there = first.setdefault(stage, (number, value))
-            if there != value:
+    for number, own in enumerate(all_of(dict(orders))):
+        for stage, order in own.items():
+            other, there = first.setdefault(stage, (number, order))
+            if there != order:
                 raise RankError(
-                    f"the ranks of stage {stage} hold different {what}s: rank {other} {there}, "
-                    f"rank {number} {value}; build the same model from the same configuration"
+                    f"the ranks of stage {stage} hold different collective orders: "
+                    f"rank {other} {there}, rank {number} {order}; build the same model from the "
+                    "same configuration"
                 )
 
 

@@ -105,8 +105,8 @@ def llama() -> Example:
     return models.llama(8192, 128, 256, 8, 4, 704, 4), _tokens(8192, 8, 128)
 
 
-def _labelled(vocabulary: int, batch: int, sequence: int) -> dict[str, torch.Tensor]:
-    ids, labels = _tokens(vocabulary, batch, sequence)
+def _labelled(sequence: int) -> dict[str, torch.Tensor]:
+    ids, labels = _tokens(2048, 8, sequence)
     return {"input_ids": ids, "labels": labels}
 
 
@@ -121,7 +121,7 @@ def qwen() -> Example:
     }
     heads: Sizes = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, use_cache=False))
-    return model, _labelled(2048, 8, 128)
+    return model, _labelled(128)
 
 
 def gpt2(dropout: float = 0.1) -> Example:
@@ -135,7 +135,7 @@ def gpt2(dropout: float = 0.1) -> Example:
         "n_head": 8,
     }
     drops: Sizes = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False)), _labelled(2048, 8, 128)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False)), _labelled(128)
 
 
 def bert() -> Example:
@@ -148,7 +148,7 @@ def bert() -> Example:
         "max_position_embeddings": 128,
     }
     drops: Sizes = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return BertForMaskedLM(BertConfig(**sizes, **more, **drops)), _labelled(2048, 8, 128)
+    return BertForMaskedLM(BertConfig(**sizes, **more, **drops)), _labelled(128)
 
 
 def t5() -> Example:
@@ -161,7 +161,7 @@ def t5() -> Example:
         "use_cache": False,
         "decoder_start_token_id": 0,
     }
-    return T5ForConditionalGeneration(T5Config(**sizes, **more)), _labelled(2048, 8, 64)
+    return T5ForConditionalGeneration(T5Config(**sizes, **more)), _labelled(64)
 
 
 def vit() -> Example:

@@ -100,7 +100,7 @@ def picture() -> str:
         y = TOP + number * STEP
         if line.axes:
             drawn += _bars(y, line.words, [mesh.group(line.axes, r) for r in range(mesh.size)],
-                           "forward", f"over {' and '.join(line.axes)}")  # fmt: skip
+                           f"over {' and '.join(line.axes)}")  # fmt: skip
         else:
             drawn += _boxes(y, line.words, line.layout, line.weight)
     y = TOP + (len(lines) + 1) * STEP
@@ -169,7 +169,7 @@ def _weight_part(
     ]
 
 
-def _bars(y: float, words: str, groups: Sequence[Sequence[int]], kind: str, over: str) -> list[str]:
+def _bars(y: float, words: str, groups: Sequence[Sequence[int]], over: str) -> list[str]:
     """Return a collective among neighbours: a bar over the columns of each group."""
     drawn = []
     for group in dict.fromkeys(map(tuple, groups)):
@@ -178,7 +178,7 @@ def _bars(y: float, words: str, groups: Sequence[Sequence[int]], kind: str, over
             drawn.append(f'<path d="M{_x(rank) + 30} {y - STEP + HEIGHT} V{y + 8}" class="line"/>')
         drawn += [
             f'<rect x="{left}" y="{y + 8}" width="{right - left}" height="24" rx="12" '
-            f'class="{kind}"/>',
+            'class="forward"/>',
             text((left + right) / 2, y + 24, f"{words} {over}", "onbar", "middle"),
         ]
     drawn.append(f'<path d="M{LEFT + 30} {y - STEP + HEIGHT} V{y + STEP}" class="line"/>')

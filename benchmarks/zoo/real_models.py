@@ -23,7 +23,7 @@ from benchmarks.zoo.sizes import Example, Factory
 from benchmarks.zoo.text_models import build
 from benchmarks.zoo.torch_models import Classifier
 
-SAMPLES_A_RANK, IMAGE_CLASSES = 4, 1000
+SAMPLES_A_RANK = 4
 GLOBAL_BATCH = 8 * SAMPLES_A_RANK
 
 
@@ -150,10 +150,6 @@ def of_encoder(
 def encoder(auto_class: str, kind: str, inputs: Callable[[], Any], **options: Any) -> Factory:
     """Return the factory of a model of transformers in float32, called with `inputs()`."""
     return partial(of_encoder, auto_class, kind, inputs, options)
-
-
-def labeled(sequence: int) -> Callable[[], dict[str, Tensor]]:
-    return partial(labeled_tokens, sequence)
 
 
 def labeled_pixels() -> dict[str, Tensor]:
@@ -526,12 +522,12 @@ FACTORIES: dict[str, Factory] = {
         num_attention_heads=16, num_key_value_heads=8, head_dim=256,
     )),
     "BERT-large": encoder(
-        "AutoModelForMaskedLM", "bert", labeled(512), **wide(24, 1024, 16),
+        "AutoModelForMaskedLM", "bert", partial(labeled_tokens, 512), **wide(24, 1024, 16),
         max_position_embeddings=512,
     ),
     "T5-3B": encoder(
-        "AutoModelForSeq2SeqLM", "t5", labeled(512), d_model=1024, d_ff=16384, num_layers=24,
-        num_heads=32, d_kv=128, decoder_start_token_id=0,
+        "AutoModelForSeq2SeqLM", "t5", partial(labeled_tokens, 512), d_model=1024, d_ff=16384,
+        num_layers=24, num_heads=32, d_kv=128, decoder_start_token_id=0,
     ),
     "Whisper-large": encoder("AutoModelForSpeechSeq2Seq", "whisper", whisper_inputs,
                              **WHISPER_LARGE),

@@ -56,7 +56,7 @@ def scaled_rule(
     return None
 
 
-def scaled_values(values: Sequence[Tensor], integers: Iterable[int] = ()) -> Iterator[list[Tensor]]:
+def scaled_values(values: Sequence[Tensor], integers: Iterable[int]) -> Iterator[list[Tensor]]:
     """Yield tensors without storage of the sizes at which a function of `values` is tried: their
     own where that is small.
     """

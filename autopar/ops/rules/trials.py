@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from autopar._compat import FakeTensorMode, strict_fake_mode
+from autopar.ir.graph import is_inexact
 from autopar.ir.sharding_rule import Dims, OpShardingRule, shape_of
 
 _MAX_COMBINATIONS = 256  # combinations of operands' dims of one size that are tried
@@ -242,8 +243,7 @@ def _takes_gradients(call: Call, mode: FakeTensorMode, samples: list[Tensor]) ->
             return False
         return True
 
-    floats = [x.is_floating_point() or x.is_complex() for x in samples]
-    return tuple(is_float and takes_gradient(place) for place, is_float in enumerate(floats))
+    return tuple(is_inexact(x.dtype) and takes_gradient(n) for n, x in enumerate(samples))
 
 
 def _run_trials(op: TrialOp, values: Sequence[Tensor], imagined: Outcome) -> list[Trial]:
@@ -281,8 +281,7 @@ def _sample(value: Tensor, seed: int, positive: bool) -> Tensor:
 
 def _cotangent(like: Tensor, seed: int, scale: float) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    floats = like.is_floating_point() or like.is_complex()
-    dtype = like.dtype if floats else torch.float64
+    dtype = like.dtype if is_inexact(like.dtype) else torch.float64
     return scale * torch.randn(like.shape, generator=generator, dtype=dtype)
 
 

@@ -67,11 +67,8 @@ def _by_falling_stride(
     still to be cut.
     """
     scalars = [coordinate.squeeze(0) for coordinate in coordinates]
-    return sorted(zip(scalars, digits, strict=True), key=_stride, reverse=True)
-
-
-def _stride(entry: tuple[Tensor, Digit]) -> int:
-    return entry[1][1]
+    pairs = zip(scalars, digits, strict=True)
+    return sorted(pairs, key=lambda pair: pair[1][1], reverse=True)
 
 
 def mask_padding(

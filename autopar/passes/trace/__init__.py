@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -36,6 +35,7 @@ from autopar.ir.program import (
     Output,
     Program,
     Signature,
+    renamed_outputs,
     same_inputs,
     same_outputs,
     under_autocast,
@@ -121,7 +121,7 @@ def trace(
     graph.lint()
     signature = Signature(
         inputs=tuple(nodes.values()),
-        outputs=tuple(_name_outputs(results, graph)),
+        outputs=renamed_outputs(results, graph),
         in_tree=pytree.tree_structure((args, kwargs)),
         out_tree=exported.out_tree,
         fixed=fixed,
@@ -291,13 +291,6 @@ def _cut(value: fx.Node) -> fx.Node:
     """Detach a buffer's new value: the next step must not reach into this one's backward."""
     with value.graph.inserting_after(value):
         return detach(value)
-
-
-def _name_outputs(results: list[Output], graph: fx.Graph) -> list[Output]:
-    """Fill in the names of the output nodes, which are final by now."""
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    values = iter(output.args[0])
-    return [r if r.node is None else replace(r, node=next(values).name) for r in results]
 
 
 def _refuse_subgraphs(model: nn.Module, graph: fx.Graph) -> None:

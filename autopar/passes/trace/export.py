@@ -39,6 +39,7 @@ from autopar._compat import (
 )
 from autopar.errors import TraceError
 from autopar.ir.containers import register
+from autopar.ir.graph import is_inexact
 from autopar.ir.program import under_autocast, without_autocast
 from autopar.ops.custom_functions import Refused, honour
 from autopar.ops.devices import home_of, of_inputs
@@ -317,7 +318,7 @@ def _refuse_blind_write(name: str, args: Any) -> None:
 
 def _detach(value: torch.Tensor) -> torch.Tensor:
     """Detach a tensor that may carry a gradient."""
-    return value.detach() if value.is_floating_point() or value.is_complex() else value
+    return value.detach() if is_inexact(value.dtype) else value
 
 
 def fake_of(

@@ -83,18 +83,14 @@ def written_functionally(exported: ExportedProgram) -> fx.Graph | None:
         graph = _Writer(exported.graph, calls).graph
     except _NotAlone:
         return None
-    names = {node.name for node in exported.graph.find_nodes(op="placeholder")}
+    placeholders = exported.graph.find_nodes(op="placeholder")
+    names = {node.name for node in placeholders}
     if any(node.name in names for node in graph.nodes):
         return None  # torch gives such a node a name of its own
-    for old, new in _placeholders(exported.graph, graph):
+    for old, new in zip(placeholders, graph.find_nodes(op="placeholder"), strict=True):
         new.name = new.target = old.name
     graph.eliminate_dead_code()
     return graph
-
-
-def _placeholders(old: fx.Graph, new: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
-    pairs = old.find_nodes(op="placeholder"), new.find_nodes(op="placeholder")
-    return list(zip(*pairs, strict=True))
 
 
 def _is_decomposed(node: fx.Node) -> bool:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import FakeTensor, TorchDispatchMode, pytree, without_modes
 from autopar.errors import VerificationError
+from autopar.ir.graph import is_inexact
 from autopar.ir.program import Program, without_autocast
 from autopar.ops.devices import CPU, home_of, of_inputs, on_device
 from autopar.passes.trace.derivatives import twice_differentiable
@@ -139,10 +140,10 @@ class _Values:
 
     def _make(self, value: Tensor) -> Tensor:
         empty = value.is_meta or isinstance(value, FakeTensor)
-        if not empty and (self.own or id(value) in self.constants or not _continuous(value)):
+        if not empty and (self.own or id(value) in self.constants or not is_inexact(value.dtype)):
             return value.detach()
         device = self.home if value.is_meta else value.device
-        if not _continuous(value):
+        if not is_inexact(value.dtype):
             return torch.zeros(value.shape, dtype=value.dtype, device=device)
         if isinstance(value, nn.Parameter) and value.dim() > 1:
             noise = torch.randn(value.shape, dtype=value.dtype, device=device)
@@ -151,10 +152,6 @@ class _Values:
         if empty or isinstance(value, nn.Parameter):
             return noise + 0.5  # as of scales and variances
         return value.detach() + 0.1 * noise
-
-
-def _continuous(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
 
 
 def _flops(program: Program) -> float:
@@ -361,7 +358,7 @@ def _error(actual: Tensor, expected: Tensor, least: float) -> float:
     """
     if actual.shape != expected.shape:
         return float("inf")
-    if not (expected.is_floating_point() or expected.is_complex()):
+    if not is_inexact(expected.dtype):
         return 0.0 if torch.equal(actual, expected) else float("inf")
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     difference = torch.where(same, 0.0, (actual - expected).abs().double())

@@ -318,7 +318,7 @@ def _calls_of(
     model: nn.Module,
     fakes: StandIns,
     inputs: Mapping[str, torch.Tensor],
-    recorders: Sequence[Any] = (),
+    recorders: Sequence[Any],
 ) -> tuple[OperatorCalls, Any]:
     """Call the model; return its operators and what it returns, tensors by their names."""
     calls = OperatorCalls(inputs)

@@ -138,7 +138,8 @@ class Record(TorchFunctionMode):
         if any(type(size) is not int for size in value.shape) or type(value) not in _TENSORS:
             self.doubtful = True
             return None
-        return self._numbers[id(value)], _tensor_facts(value)
+        facts = tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
+        return self._numbers[id(value)], facts
 
     def _note(self, what: str, module: nn.Module) -> None:
         self.calls.append((what, self._names.get(id(module))))
@@ -386,10 +387,6 @@ def _own_facts(value: torch.Tensor, home: torch.device, device: torch.device | N
 
 def _sizes(value: torch.Tensor) -> Any:
     return tuple(value.shape), value.stride()
-
-
-def _tensor_facts(value: torch.Tensor) -> Any:
-    return tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad
 
 
 def _surroundings() -> Any:

@@ -59,7 +59,7 @@ def refuse_side_effects(
     call writes into. The model and all generators are left as they were. The first call is made
     within `recorders`.
     """
-    python, others = random.getstate(), _numpy_state()
+    python, numpy_state = random.getstate(), _numpy_state()
     torch_state = torch.get_rng_state()
     try:
         with stand_ins(model, args, dict(kwargs)) as fakes:
@@ -71,7 +71,8 @@ def refuse_side_effects(
         return written
     finally:
         random.setstate(python)
-        _restore_numpy(others)
+        if numpy_state is not None:
+            sys.modules["numpy"].random.set_state(numpy_state)
         torch.set_rng_state(torch_state)
 
 
@@ -344,7 +345,11 @@ def _refuse_escaped(model: nn.Module, tensors: list[weakref.ref[torch.Tensor]]) 
     escaped = [ref() for ref in tensors if ref() is not None and not _is_packed(ref)]
     if escaped:
         holders = gc.get_referrers(escaped[0])
-        kinds = {type(h).__name__ for h in holders if h is not escaped and not _is_frame(h)}
+        kinds = {
+            type(holder).__name__
+            for holder in holders
+            if holder is not escaped and not isinstance(holder, types.FrameType)
+        }
         reason = (
             f"forward leaves {len(escaped)} tensors in variables outside of the model (in a "
             f"{' or a '.join(sorted(kinds)) or 'cache'}): there are stand-ins without values now"
@@ -366,10 +371,6 @@ def _is_packed(ref: weakref.ref[torch.Tensor]) -> bool:
 def _holders(value: Any, apart: Any) -> list[Any]:
     kinds = (list, dict, tuple, set, types.CellType)
     return [h for h in gc.get_referrers(value) if h is not apart and isinstance(h, kinds)]
-
-
-def _is_frame(holder: Any) -> bool:
-    return isinstance(holder, types.FrameType)
 
 
 @contextmanager
@@ -408,8 +409,3 @@ def _numpy_state() -> Any:
 def _numpy_text() -> Any:
     state = _numpy_state()
     return None if state is None else (state[1].tobytes(), *state[2:])
-
-
-def _restore_numpy(state: Any) -> None:
-    if state is not None:
-        sys.modules["numpy"].random.set_state(state)

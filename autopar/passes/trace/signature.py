@@ -77,7 +77,7 @@ def as_planned_call(
     for name, value in values.items():
         if name not in planned and not _is_default(signature, name, value):
             return None
-        if name in planned and not _same_structure(value, planned[name]):
+        if name in planned and pytree.tree_structure(value) != pytree.tree_structure(planned[name]):
             return None
     names = list(planned)[: len(planned_args)]
     by_position = tuple(values[name] for name in names)
@@ -149,11 +149,6 @@ def _is_default(signature: inspect.Signature, name: str, value: Any) -> bool:
     if parameter is None or isinstance(value, torch.Tensor):
         return False
     return type(value) is type(parameter.default) and value == parameter.default
-
-
-def _same_structure(value: Any, planned: Any) -> bool:
-    """Whether an argument is nested as the planned one is."""
-    return bool(pytree.tree_structure(value) == pytree.tree_structure(planned))
 
 
 _WARNED: weakref.WeakSet[nn.Module] = (

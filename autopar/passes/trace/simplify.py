@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload, has_kernel, pytree, strict_fake_mode, version_of
+from autopar.ir.graph import is_inexact
 from autopar.ir.sharding_rule import bound
 
 aten = torch.ops.aten
@@ -115,11 +116,7 @@ def _drop_idle_detach(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
 def _is_float(node: fx.Node) -> bool:
     """Whether a node gives a tensor that may carry a gradient."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
-    return any(isinstance(v, torch.Tensor) and _differentiable(v.dtype) for v in leaves)
-
-
-def _differentiable(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
+    return any(isinstance(v, torch.Tensor) and is_inexact(v.dtype) for v in leaves)
 
 
 # The rewrites. Each returns the node to put in the place of `node`, or `node` itself.

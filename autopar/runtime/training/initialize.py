@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar._compat import TorchDispatchMode, pytree
 from autopar.errors import InputError
+from autopar.ir.graph import is_inexact
 from autopar.runtime.training.stored import StoredTensors
 from autopar.world import ranks
 
@@ -326,8 +327,8 @@ def _memory_for(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor on the CPU in place of one on the meta device: nan, or zeros, so that what an
     initialization leaves out is seen.
     """
-    nan = tensor.is_floating_point() or tensor.is_complex()
-    memory = torch.full_like(tensor.detach(), math.nan if nan else 0, device="cpu")
+    number = math.nan if is_inexact(tensor.dtype) else 0
+    memory = torch.full_like(tensor.detach(), number, device="cpu")
     return nn.Parameter(memory, False) if isinstance(tensor, nn.Parameter) else memory
 
 

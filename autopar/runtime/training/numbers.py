@@ -153,8 +153,8 @@ def _with_inputs(
                 target: Any = node.target
                 last = copies[node] = graph.call_function(target, args, kwargs)
                 last.meta["val"] = node.meta["val"].new_empty((), dtype=torch.float64)
-    for name, place, number in operands:
-        _compute_with(graph, by_name[name], place, copies[number])
+    for name, number in operands:
+        _compute_with(graph, by_name[name], copies[number])
     positions = {entry.position for entry in entries}
     signature = special.signature
     signature = replace(
@@ -211,7 +211,7 @@ _PYTHON: dict[Any, Any] = {
 _OPERATIONS = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
 _LOW = (torch.float16, torch.bfloat16)
 
-Operand = tuple[str, int, fx.Node]  # a node of the special graph, an argument, a number
+Operand = tuple[str, fx.Node]  # a node of the special graph, a number
 
 
 def _operands(
@@ -256,7 +256,7 @@ def _operands(
                     allowed = place == 1 and target in (*_OPERATIONS, aten.rsub.Scalar)
                     if not allowed or type(b) not in DTYPES or b != computed[a]:
                         return None
-                    operands.append((other.name, place, a))
+                    operands.append((other.name, a))
                 elif not same(a, b):
                     return None
             if not _same_values(node.meta["val"], other.meta["val"]):
@@ -266,7 +266,7 @@ def _operands(
     return operands
 
 
-def _compute_with(graph: fx.Graph, node: fx.Node, place: int, number: fx.Node) -> None:
+def _compute_with(graph: fx.Graph, node: fx.Node, number: fx.Node) -> None:
     """Let a node compute with a number's tensor as it does with the number: in its own dtype, which
     for narrow ones is float32.
     """

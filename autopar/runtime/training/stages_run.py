@@ -240,7 +240,7 @@ class StagesRun(MicrobatchesRun):
 
         ranks.together("deriving the backward", derive)
         orders = {n: run.order() for n, run in self.runs.items() if isinstance(run, Scheduled)}
-        ranks.agree_within("collective order", orders)
+        ranks.agree_on_orders(orders)
         self._prepared = True
 
     def _waited_for(self, number: int) -> frozenset[int]:

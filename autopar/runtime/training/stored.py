@@ -187,7 +187,7 @@ def own_tensors(
     model: nn.Module,
     graph: StepGraph,
     tensors: Mapping[str, torch.Tensor],
-    elsewhere: Sequence[str] = (),
+    elsewhere: Sequence[str],
 ) -> dict[int, torch.Tensor]:
     """Return the rank's part of each parameter and its copy of each buffer, by the id of the
     original's. `tensors`: the model's, by the names of the graph. `elsewhere`: the names of
