@@ -20,8 +20,8 @@ from autopar.ir.plan_table import format_count
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, results_of
 from autopar.world import Device
-from autopar.world.kernel_rates import OFF_PUBLISHED
-from autopar.world.machines import GPUS
+from autopar.world.gpu_kernel_rates import OFF_PUBLISHED
+from autopar.world.gpus import GPUS
 
 _BACKWARD = 2.0  # a matmul has two in its backward
 

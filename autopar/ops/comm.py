@@ -2,7 +2,7 @@
 reduce on local tensors, and the process groups that take part in them.
 
 Example: `all_gather(x, 4, group)` takes x (n, ...) of each of 4 ranks and returns (4·n, ...). The
-first four work on the leading dim; SUMMA (autopar.ops.sharded.matmul) uses the two with a root.
+first four work on the leading dim; SUMMA (autopar.ops.sharded.summa) uses the two with a root.
 Nothing here has a gradient: autograd.py and the sharded ops call these functions inside autograd
 functions. They are torch's functional collectives, which graphs show as `_c10d_functional` nodes,
 unless `simulator` is set: `autopar.runtime.lockstep` sets it to run all ranks in one process.

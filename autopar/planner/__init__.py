@@ -7,6 +7,6 @@ The rest is a funnel; each stage takes what the one before leaves, in a file of 
     bound.py     seconds that no plan on a mesh is below (bounds/)
     solve.py     exact decisions on the most promising meshes (exact_search.py, elimination.py)
     simulate.py  contenders in order of a step with communication under computation
-    fit.py       the fastest that fits the memory (rematerialize.py, small_models.py)
+    fit.py       the fastest that fits the memory (rematerialize.py, rungs.py, small_models.py)
     confirm.py   the graph of one rank, with its exact memory and step
 """

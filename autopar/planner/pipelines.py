@@ -38,8 +38,8 @@ from autopar.ir.plan_table import Memory, blocks_text
 from autopar.ir.program import Program
 from autopar.passes import stages as stage_graphs
 from autopar.passes.stages import Stage
-from autopar.planner.ladders import Rematerialized
 from autopar.planner.request import PlanRequest, Stages
+from autopar.planner.rungs import Rematerialized
 from autopar.planner.stage_memory import StageMemory, join_rungs, rungs_of_ranks
 from autopar.world import World
 

@@ -3,7 +3,7 @@ weights again or recompute all their activations, so that a plan fits the memory
 
 Example: of 12 blocks that do not fit, the first 5 are recomputed, or all 12 run their cheap ops
 again and the first 2 are recomputed, whichever costs fewer seconds. Each such set of blocks is a
-rung; rungs of more and more blocks form a ladder (ladders.py), and the search climbs to the first
+rung; rungs of more and more blocks form a ladder (rungs.py), and the search climbs to the first
 that fits.
 
 `RematerializationSteps` prices a rung exactly, on the emitted program; `Estimated` interpolates,
@@ -43,7 +43,7 @@ from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import value_of
 from autopar.passes import emit_program, recompute
-from autopar.planner.ladders import Ladder, Names, Rematerialized, ladders
+from autopar.planner.rungs import Ladder, Names, Rematerialized, ladders
 from autopar.world import World
 
 _GUESSES = 3  # of the first rung that fits; after that what is left is halved

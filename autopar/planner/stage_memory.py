@@ -28,12 +28,12 @@ from autopar.ir.pipeline_schedule import Action, Pipeline, runs_in_halves
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
 from autopar.passes.stages import Stage
-from autopar.planner.ladders import Names, Rematerialized
 from autopar.planner.rematerialize import (
     RematerializationSearch,
     RematerializationSteps,
     TriedRematerialization,
 )
+from autopar.planner.rungs import Names, Rematerialized
 from autopar.world import World
 
 _NOTHING = Rematerialized((), ())

@@ -2,7 +2,8 @@
 
 A `World` (world.py) holds a `Device` and its `Level`s or `Link`s (hardware.py). It comes from a
 preset or from what this process sees (machines.py), or from a file that calibration wrote or a
-person edited (json_file.py). Running ranks talk to one another by collectives (ranks.py) or
+person edited (json_file.py). gpus.py has the rates and memory of GPUs, gpu_kernel_rates.py the
+share of them that kernels reach. Running ranks talk to one another by collectives (ranks.py) or
 through the store of torch.distributed (store.py).
 """
 

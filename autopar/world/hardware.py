@@ -2,8 +2,8 @@
 and what calibration measured of matmuls, attention and collectives.
 
 Each class checks its own fields and raises WorldError where a fact cannot be: a rate that is not
-positive, a dtype that torch does not have. machines.py and cost/calibration make them, world.py
-reads and writes them as JSON, and cost turns them into seconds.
+positive, a dtype that torch does not have. gpus.py, machines.py and cost/calibration make them,
+world.py reads and writes them as JSON, and cost turns them into seconds.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ attention, ops without FLOPs, cross-entropy, AdamW in torch's two forms, and the
 op. A row is the median of three timings by CUDA events over many runs. The table has for each kind
 the median, the least and the largest of measured / modelled, for the nominal device of that name.
 gpu_rates.json is from an earlier form of this script, which measured a few more shapes; the
-constants of world/kernel_rates.py come from it, so it is kept. `--measure` as it stands ran on
+constants of world/gpu_kernel_rates.py come from it, so it is kept. `--measure` as it stands ran on
 another H100 on 2026-11-27.
 """
 
@@ -39,7 +39,7 @@ from autopar.cost.compute import (
 )
 from autopar.ir.sharding_rule import ATTENTION_BACKWARD, Attends
 from autopar.world import Device, World
-from autopar.world.machines import GPUS, known
+from autopar.world.gpus import GPUS, known
 
 RECORDED = Path(__file__).with_suffix(".json")
 ROWS = (512, 2048, 8192)

@@ -38,8 +38,9 @@ from autopar import Grid4D, World
 from autopar.cost.memory import Recompute
 from autopar.tools.decoders import Gpt, Llama, Sizes
 from autopar.world import Device
-from autopar.world.kernel_rates import FLASH_2_ON_A100, FLASH_2_ON_H100, attention_points
-from autopar.world.machines import GPUS, card_a_rank, known, nvlink
+from autopar.world.gpu_kernel_rates import FLASH_2_ON_A100, FLASH_2_ON_H100, attention_points
+from autopar.world.gpus import GPUS, known
+from autopar.world.machines import card_a_rank, nvlink
 
 ROWS = Path(__file__).with_name("published.csv")
 LAYERS = (2, 4)  # that are planned; the others are extrapolated

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from autopar.world.machines import GPUS
+from autopar.world.gpus import GPUS
 from benchmarks.model import gpu_rates
 
 

@@ -15,7 +15,7 @@ from autopar.cost.network import Load, _load_edge_by_edge, halves, load, members
 from autopar.errors import WorldError
 from autopar.ir.mesh import Mesh
 from autopar.world import KINDS, Level, World
-from autopar.world.machines import NCCL_REACHES
+from autopar.world.gpus import NCCL_REACHES
 from priced import CORE, EMULATED, GPU, price
 
 

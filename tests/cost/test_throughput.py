@@ -14,7 +14,7 @@ import autopar
 import models
 from autopar import Plan, World
 from autopar.cost.throughput import throughput
-from autopar.world.machines import GPUS
+from autopar.world.gpus import GPUS
 from commands import run
 from targets import Mlp
 

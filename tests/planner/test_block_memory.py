@@ -18,10 +18,10 @@ from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import Program
 from autopar.passes import annotate, emit_program, trace
 from autopar.planner import solve
-from autopar.planner.ladders import Rematerialized
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.rematerialize import Estimated, RematerializationSteps
 from autopar.planner.request import PlanRequest
+from autopar.planner.rungs import Rematerialized
 from autopar.world import World
 from end_rungs import end_rungs
 

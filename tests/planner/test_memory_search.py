@@ -25,10 +25,10 @@ from autopar.ir.program import Program
 from autopar.passes import emit_program
 from autopar.planner import fit
 from autopar.planner.elimination import Table
-from autopar.planner.ladders import Names, Rematerialized
 from autopar.planner.planner import search_plan
 from autopar.planner.rematerialize import RematerializationSearch, RematerializationSteps
 from autopar.planner.request import PlanRequest
+from autopar.planner.rungs import Names, Rematerialized
 from autopar.planner.small_models import ascending, by_cost
 from autopar.planner.solve import best
 from autopar.planner.space import candidates

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.planner.ladders import Rematerialized
 from autopar.planner.rematerialize import RematerializationSteps
+from autopar.planner.rungs import Rematerialized
 
 
 def end_rungs(steps: RematerializationSteps) -> tuple[Rematerialized, ...]:

@@ -16,7 +16,7 @@ import autopar
 from autopar.errors import WorldError
 from autopar.runtime import apply
 from autopar.world import PRESETS, Device, Level, Link, World, machines
-from autopar.world.machines import GPUS, NCCL_REACHES, known
+from autopar.world.gpus import GPUS, NCCL_REACHES, known
 from autopar.world.world import running_world
 
 CORE = Device("core", {"float32": 4e10}, 8e9, 1e10)

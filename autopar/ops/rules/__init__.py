@@ -2,9 +2,10 @@
 
 Example: linear is "... k, n k, n -> ... n" with k summed, one line in the notation of
 ir/sharding_rule.py. Where that does not suffice, a short function builds the rule from the node,
-and `rule_for` enters it in the table. There is a file for each kind of op: matmul, pointwise,
-reductions, losses, indexing, windows, recurrent and shapes. passes/annotate.py asks probe.py for
-the rule of every node, from this table or by trial; ops/local.py emits the ops on their shards.
+and `rule_for` enters it in the table. There is a file for each kind of op: matmul, attention,
+pointwise, reductions, losses, indexing, windows, recurrent, experts and shapes. passes/annotate.py
+asks probe.py for the rule of every node, from this table or by trial; ops/local.py emits the ops on
+their shards.
 
 Here are the helpers of these files: `name_dims((8, 6), sizes)` returns [("d0",), ("d1",)] and sets
 sizes to {"d0": 8, "d1": 6}.

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-import autopar.ops.rules.experts  # this and the next seven fill TABLE
+import autopar.ops.rules.attention  # this and the next eight fill TABLE
+import autopar.ops.rules.experts
 import autopar.ops.rules.indexing
 import autopar.ops.rules.losses
 import autopar.ops.rules.matmul

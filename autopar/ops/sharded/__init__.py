@@ -33,7 +33,7 @@ from autopar.ops.sharded.attention import attention
 from autopar.ops.sharded.draws import draw
 from autopar.ops.sharded.dropout import dropout
 from autopar.ops.sharded.experts import experts
-from autopar.ops.sharded.matmul import linear, summa_linear
+from autopar.ops.sharded.matmul import linear
 from autopar.ops.sharded.norms import (
     batch_norm,
     group_norm,
@@ -43,6 +43,7 @@ from autopar.ops.sharded.norms import (
     softmax,
     vector_norm,
 )
+from autopar.ops.sharded.summa import summa_linear
 from autopar.ops.sharded.vocabulary import (
     Digit,
     cross_entropy,

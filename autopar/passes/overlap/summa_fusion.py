@@ -1,4 +1,4 @@
-"""Sends the panels of SUMMA (ops/sharded/matmul.py) once, and together where that is faster.
+"""Sends the panels of SUMMA (ops/sharded/summa.py) once, and together where that is faster.
 
 Matmuls that take the same X, such as those of q, k and v, broadcast the same panels of it: the
 graph sends these once. The q broadcasts of one block over a group, one from each rank, are the same

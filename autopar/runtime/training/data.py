@@ -26,7 +26,7 @@ from autopar.errors import InputError
 from autopar.ir.layout import Layout, R, S
 from autopar.ir.mesh import Axis, Mesh
 from autopar.runtime.apply import to_dtensor
-from autopar.runtime.training.buckets import Buckets, PaddedRows, buckets_of
+from autopar.runtime.training.sequence_buckets import Buckets, PaddedRows, buckets_of
 from autopar.runtime.training.step_graph import StepGraph
 from autopar.world import ranks
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from autopar.errors import WorldError
 from autopar.tools.doctor.abilities import abilities
 from autopar.world import Device, World
-from autopar.world.machines import known
+from autopar.world.gpus import known
 from autopar.world.world import CALIBRATED, read_calibration
 
 SHARED_BYTES = 2**30  # enough of /dev/shm for NCCL and data loaders

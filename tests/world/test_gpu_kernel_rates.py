@@ -9,8 +9,8 @@ import torch
 
 from autopar.cost.compute import attention_share, efficiency, op_bytes_per_s
 from autopar.ir.sharding_rule import Attends
-from autopar.world.kernel_rates import FLASH_2_ON_A100, KEYS
-from autopar.world.machines import GPUS
+from autopar.world.gpu_kernel_rates import FLASH_2_ON_A100, KEYS
+from autopar.world.gpus import GPUS
 from benchmarks.model import gpu_rates
 
 

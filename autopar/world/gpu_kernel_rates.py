@@ -1,4 +1,4 @@
-"""What GPUs' kernels reach, from published and measured figures: the nominal rates of machines.py
+"""What GPUs' kernels reach, from published and measured figures: the nominal rates of gpus.py
 until one calibrates.
 
 `with_kernel_rates` takes a device of a data sheet and returns it with the shares that matmuls and
