@@ -27,6 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autopar._compat import fake_mode, pytree
 from autopar.cost.memory import STATES, Optimizer
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import block_of, producer
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
@@ -153,7 +154,7 @@ def _run(node: fx.Node, operands: list[Tensor | None]) -> list[Tensor]:
         if emitted.op == "call_function":
             args, kwargs = fx.map_arg((emitted.args, emitted.kwargs), env.__getitem__)
             env[emitted] = emitted.target(*here(args), **here(kwargs))
-    return [t for t in pytree.tree_leaves(env[last]) if isinstance(t, Tensor)]
+    return tensors_in(env[last])
 
 
 def _no_axis(name: str) -> fx.Node:

@@ -37,6 +37,7 @@ from autopar.cost.microbatches import (
     with_gathered_weights,
     with_results,
 )
+from autopar.ir.containers import tensors_in
 from autopar.ir.mesh import group_ranks
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Input, Program
@@ -125,7 +126,7 @@ class _NewTensors(NamedTuple):
     def of(cls, result: Any, arguments: Any) -> _NewTensors | None:
         """Return what a result is; None where it is no new tensor, or several in one storage."""
         values = result if type(result) in (tuple, list) else (result,)
-        operands = [x for x in pytree.tree_leaves(arguments) if isinstance(x, Tensor)]
+        operands = tensors_in(arguments)
         storages = {id(x.untyped_storage()) for x in operands}
         facts: list[_Facts | None] = []
         for value in values:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar._compat import pytree
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import carries_gradient
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import format_count
@@ -66,7 +66,7 @@ def _batch(inputs: Any) -> tuple[int, str] | None:
     """Return what a batch has, and of what: the tokens of its first integers of two dims, else the
     samples of its first tensor.
     """
-    tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+    tensors = [x for x in tensors_in(inputs) if x.dim()]
     for x in tensors:
         if x.dim() == 2 and x.dtype in (torch.int64, torch.int32):
             return x.numel(), "tokens"

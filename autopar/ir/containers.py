@@ -25,6 +25,15 @@ _MAPPINGS: set[type] = set()  # the classes that are registered here
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of nested containers, in their order.
+
+    >>> [tuple(x.shape) for x in tensors_in({"ids": torch.ones(2, 3), "scale": 0.5})]
+    [(2, 3)]
+    """
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+
+
 def register(tree: Any) -> None:
     """Register the class of every container in `tree` that pytree takes for a leaf. Raises
     InputError for a mapping with a tensor that is an attribute and no entry: it would be lost.
@@ -43,7 +52,7 @@ def register(tree: Any) -> None:
 
 def _refuse_tensor_attributes(mapping: Any) -> None:
     for name, value in _attributes(mapping).items():
-        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(value)):
+        if tensors_in(value):
             kind = type(mapping).__name__
             raise InputError(
                 f"the attribute {name} of a {kind} holds a tensor, and a {kind} is an input by its "

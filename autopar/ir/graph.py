@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from autopar._compat import pytree
+from autopar.ir.containers import tensors_in
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.sharding_rule import operands_of, results_of
 
@@ -433,6 +434,5 @@ def is_of_all_blocks(maker: Block, readers: Iterable[Block]) -> bool:
 
 def _result_shapes(node: fx.Node) -> Hashable:
     """Return the shapes and dtypes of a node's results."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    tensors = (value for value in leaves if isinstance(value, torch.Tensor))
-    return tuple((tuple(value.shape), value.dtype) for value in tensors)
+    values = tensors_in(node.meta.get("val"))
+    return tuple((tuple(value.shape), value.dtype) for value in values)

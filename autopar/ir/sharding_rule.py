@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
 from autopar._compat import OpOverload
@@ -165,6 +166,16 @@ def operands_of(node: fx.Node) -> list[fx.Node | None]:
     return operands
 
 
+def operand_shapes(node: fx.Node) -> tuple[tuple[int, ...] | None, ...]:
+    """Return the shapes of a node's operands, None for one that is absent."""
+    return tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
+
+
+def result_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of a node's results that are tensors."""
+    return tuple(shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor))
+
+
 def results_of(node: fx.Node) -> list[Any]:
     """Return the (fake) results of a node as a list; results that are no tensors are None."""
     value = value_of(node)
@@ -230,7 +241,7 @@ class Pattern:
         """Return the factors of a node's operands and results, and the factors' sizes. Raises
         PatternError where the pattern does not fit.
         """
-        tensors = [None if n is None else shape_of(value_of(n)) for n in operands_of(node)]
+        tensors = operand_shapes(node)
         outputs = [shape_of(value) for value in results_of(node) if value is not None]
         sizes: dict[str, int] = {}
         try:

@@ -59,6 +59,11 @@ class Strategy:
     ranks: int  # ranks among which the work is divided
 
     @property
+    def splits(self) -> tuple[str, ...]:
+        """What each axis splits, as a plan has it (`split_of`)."""
+        return tuple(split_of(choice) for choice in self.choices)
+
+    @property
     def slots(self) -> tuple[Slot | None, ...]:
         """The slot that each axis splits; None for an axis that splits nothing."""
         return tuple(choice if isinstance(choice, Slot) else None for choice in self.choices)

@@ -29,6 +29,7 @@ from autopar.ir.reshard import reshard_steps
 from autopar.ir.sharding_rule import (
     Dims,
     OpShardingRule,
+    operand_shapes,
     operands_of,
     results_of,
     shape_of,
@@ -383,7 +384,7 @@ class _Rewriter:
             rule,
             layout,
             value[1],
-            tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(source)),
+            operand_shapes(source),
         )
         if (value, reached) not in self.resharded:
             operands = [

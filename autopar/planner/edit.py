@@ -9,7 +9,6 @@ import itertools
 import operator
 from collections.abc import Hashable, Iterable, Sequence
 
-import torch
 from torch import fx
 
 from autopar.errors import PlanError
@@ -19,7 +18,13 @@ from autopar.ir.layout import I, Layout, R, State
 from autopar.ir.mesh import Axis, Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program
-from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    operand_shapes,
+    operands_of,
+    result_shapes,
+    shape_of,
+    value_of,
+)
 from autopar.ir.strategy import (
     AxisChoice,
     Slot,
@@ -27,7 +32,6 @@ from autopar.ir.strategy import (
     axis_choices,
     placements,
     rule_look,
-    split_of,
     strategies,
 )
 
@@ -100,7 +104,8 @@ class _Checker:
     def _remembered(self, name: str, choice: Choice) -> Choice:
         """Return the completed choice; equal layers are checked once."""
         node, rule = self.nodes[name], self.notes.specs[name]
-        look = rule_look(rule, self.notes.factors[name]), self._shapes(node), self._gradient(node)
+        shapes = operand_shapes(node), result_shapes(node)
+        look = rule_look(rule, self.notes.factors[name]), shapes, self._gradient(node)
         if (look, choice) not in self.known:
             self.known[look, choice] = self._choice(name, choice)
         return self.known[look, choice]
@@ -118,22 +123,22 @@ class _Checker:
         strategy = self._by_splits(node, choice) if not choice.results else None
         if strategy is None:
             strategy = self._by_layouts(node, choice)
-        names = [self._names(node, split) for split in _splits(strategy)]
+        names = [self._names(node, split) for split in strategy.splits]
         if choice.splits and not all(map(operator.contains, names, choice.splits)):
             if edited == {"splits"}:
                 strategy = self._by_splits(node, choice)
             elif edited != {"layouts"}:
                 raise PlanError(
                     f"{where(node)}: the plan splits {_listed(choice.splits)}, but its operands "
-                    f"and results lie as if it split {_listed(_splits(strategy))}: change both, or "
+                    f"and results lie as if it split {_listed(strategy.splits)}: change both, or "
                     "remove the one that shall follow from the other"
                 )
-        return Choice(_splits(strategy), strategy.operands, strategy.results)
+        return Choice(strategy.splits, strategy.operands, strategy.results)
 
     def _by_layouts(self, node: fx.Node, choice: Choice) -> Strategy:
         """Return the strategy that has these layouts. Raises PlanError where none has."""
         text = _text(choice.operands, choice.results)
-        wanted = [*self._shapes(node)[0], *self._shapes(node)[1]]
+        wanted = [*operand_shapes(node), *result_shapes(node)]
         layouts = [*choice.operands, *choice.results]
         if [None if x is None else x.shape for x in layouts] != wanted:
             raise PlanError(
@@ -157,14 +162,14 @@ class _Checker:
             raise PlanError(
                 f"{where(node)}: the plan lays {text}, whose digits do not go together: {may}"
             )
-        return next((x for x in same if _splits(x) == choice.splits), same[0])
+        return next((x for x in same if x.splits == choice.splits), same[0])
 
     def _by_splits(self, node: fx.Node, choice: Choice) -> Strategy:
         """Return a strategy with these splits; of several the one closest to the layouts given."""
         per_axis = []
         for axis, split in zip(self.mesh.axes, choice.splits, strict=True):
             options = self._on_axis(node, axis)
-            names = [self._names(node, _splits(x)[0]) for x in options]
+            names = [self._names(node, x.splits[0]) for x in options]
             fits = [x.choices[0] for x, own in zip(options, names, strict=True) if split in own]
             per_axis.append(fits)
             if not fits:
@@ -208,13 +213,8 @@ class _Checker:
     ) -> list[Strategy]:
         rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         combinations = itertools.product(*per_axis)
-        return strategies(rule, factors, mesh, *self._shapes(node), combinations, True, True)
-
-    def _shapes(
-        self, node: fx.Node
-    ) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[tuple[int, ...], ...]]:
-        operands = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
-        return operands, tuple(shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor))
+        shapes = operand_shapes(node), result_shapes(node)
+        return strategies(rule, factors, mesh, *shapes, combinations, True, True)
 
     # -- what is stored, handed out, kept ----------------------------------------------------------
     def _stored(self, name: str, layout: Layout) -> None:
@@ -330,10 +330,6 @@ def _same_states(strategy: Strategy, choice: Choice, place: int) -> bool:
     return choice_states == states_at((*strategy.operands, *strategy.results), 0)
 
 
-def _splits(strategy: Strategy) -> tuple[str, ...]:
-    return tuple(split_of(choice) for choice in strategy.choices)
-
-
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
@@ -351,7 +347,7 @@ def _text(operands: Sequence[Layout | None], results: Sequence[Layout]) -> str:
 
 
 def _strategies_text(strategies: list[Strategy]) -> str:
-    texts = dict.fromkeys(f"{_splits(x)[0]}: {_text(x.operands, x.results)}" for x in strategies)
+    texts = dict.fromkeys(f"{x.splits[0]}: {_text(x.operands, x.results)}" for x in strategies)
     more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
     return "; ".join([*texts][:_SHOWN]) + more
 

@@ -36,7 +36,13 @@ from autopar.ir.padding import plain_shards
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program, Value
 from autopar.ir.reshard import reshard_steps
-from autopar.ir.sharding_rule import operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    operand_shapes,
+    result_shapes,
+    results_of,
+    shape_of,
+    value_of,
+)
 from autopar.ir.strategy import (
     AxisChoice,
     AxisOrders,
@@ -44,7 +50,6 @@ from autopar.ir.strategy import (
     axis_choices,
     placements,
     rule_look,
-    split_of,
 )
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.axis_orders import NestingOrders
@@ -277,13 +282,10 @@ class Search:
     def _strategies(self, node: fx.Node) -> Options:
         """Return the strategies of one node, with their seconds."""
         rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
-        operands = operands_of(node)
         results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
-        operand_shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands)
-        result_shapes = tuple(shape_of(v) for v in results)
         gradient = carries_gradient(self.notes, node)
         offered = self._offered(node, gradient)
-        shapes = operand_shapes, result_shapes
+        shapes = operand_shapes(node), result_shapes(node)
         key = (
             node.target if node.target in HAVE_INNER_COLLECTIVES else None,
             rule_look(rule, factors),
@@ -411,9 +413,7 @@ class Search:
             item = self.variables[variable].items[values[variable]]
             if variable in self.members:
                 for member, strategy in zip(self.members[variable].nodes, item, strict=True):
-                    choices[member] = Choice(
-                        self._splits(strategy), strategy.operands, strategy.results
-                    )
+                    choices[member] = Choice(strategy.splits, strategy.operands, strategy.results)
             elif name.startswith("output "):
                 outputs[name.removeprefix("output ")] = item
             elif not name.startswith("copy "):
@@ -436,9 +436,6 @@ class Search:
             reduce_dtype=self.notes.reduce_dtype,
             replicated_outputs=self.notes.replicated_outputs,
         )
-
-    def _splits(self, strategy: Strategy) -> tuple[str, ...]:
-        return tuple(split_of(choice) for choice in strategy.choices)
 
 
 # -- tables of reshards ----------------------------------------------------------------------------

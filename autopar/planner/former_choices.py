@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import fx
 
 from autopar.errors import PlanError
@@ -28,7 +27,11 @@ from autopar.ir.layout import I, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Choice, Plan
 from autopar.ir.program import Annotations, Program
-from autopar.ir.sharding_rule import OpShardingRule, operands_of, results_of, shape_of, value_of
+from autopar.ir.sharding_rule import (
+    OpShardingRule,
+    operand_shapes,
+    result_shapes,
+)
 from autopar.ir.strategy import (
     Atoms,
     AxisChoice,
@@ -126,7 +129,7 @@ def _joint_choice(notes: Annotations, node: fx.Node, choice: Choice, mesh: Mesh)
         [option for option in options if split_of(option) == split]
         for options, split in zip(every, choice.splits, strict=True)
     ]
-    shapes = _shapes(node)
+    shapes = operand_shapes(node), result_shapes(node)
     for joint in itertools.product(*named):
         for strategy in strategies(rule, factors, mesh, *shapes, [joint], True, True):
             if (strategy.operands, strategy.results) == (choice.operands, choice.results):
@@ -134,17 +137,10 @@ def _joint_choice(notes: Annotations, node: fx.Node, choice: Choice, mesh: Mesh)
     return None
 
 
-def _shapes(
-    node: fx.Node,
-) -> tuple[tuple[tuple[int, ...] | None, ...], tuple[tuple[int, ...], ...]]:
-    operands = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
-    return operands, tuple(shape_of(v) for v in results_of(node) if isinstance(v, torch.Tensor))
-
-
 def _look(notes: Annotations, node: fx.Node) -> object:
     """Return a key of all that the strategies of a node depend on."""
     look = rule_look(notes.specs[node.name], notes.factors[node.name])
-    return look, _shapes(node), carries_gradient(notes, node)
+    return look, operand_shapes(node), result_shapes(node), carries_gradient(notes, node)
 
 
 # -- the same choices at other sizes ---------------------------------------------------------------

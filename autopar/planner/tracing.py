@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from autopar._compat import pytree
 from autopar.errors import InputError, PlanError, TraceError
-from autopar.ir.containers import register
+from autopar.ir.containers import register, tensors_in
 from autopar.ir.program import Program
 from autopar.passes import annotate, draws, masks, trace
 from autopar.passes.batch_numbers import COUNTS, REORDERS
@@ -157,8 +157,7 @@ def _trace_microbatch(
 
 def rows_of(call: Call) -> int:
     """Return the size of the first dim of the first tensor that has one, 0 without any."""
-    leaves = pytree.tree_leaves((call.args, call.kwargs))
-    shapes = (tuple(x.shape) for x in leaves if isinstance(x, torch.Tensor))
+    shapes = (tuple(x.shape) for x in tensors_in((call.args, call.kwargs)))
     return next((shape[0] for shape in shapes if shape), 0)
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autopar._compat import OpOverload, TorchDispatchMode, autograd_step, next_autograd_step, pytree
+from autopar._compat import OpOverload, TorchDispatchMode, autograd_step, next_autograd_step
 from autopar.cost.network import size
 from autopar.cost.simulator.graph_events import (
     KINDS,
@@ -30,6 +30,7 @@ from autopar.cost.simulator.graph_events import (
     group_pattern,
     origin,
 )
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import module_path
 from autopar.ir.mesh import group_ranks
 
@@ -85,8 +86,7 @@ def log_of_graphs(graphs: Iterable[fx.Graph]) -> OpLog:
 
 
 def _tensors_of_nodes(nodes: Iterable[fx.Node]) -> list[torch.Tensor]:
-    leaves = (pytree.tree_leaves(node.meta.get("val")) for node in nodes)
-    return [value for tensors in leaves for value in tensors if isinstance(value, torch.Tensor)]
+    return [value for node in nodes for value in tensors_in(node.meta.get("val"))]
 
 
 def _entry(
@@ -167,7 +167,7 @@ class _Log(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        operands, results = _tensors((args, kwargs)), _tensors(result)
+        operands, results = tensors_in((args, kwargs)), tensors_in(result)
         number = self.issued.pop(id(args[0]), (-1, None))[0] if func is WAIT else -1
         entry = _entry(func, args, operands, results, self._current_node(), number)
         if entry.kind:  # held until it is waited for: an id counts while its tensor lives
@@ -181,10 +181,6 @@ def _chain(node: fx.Node) -> str:
     its module.
     """
     return str(node.meta.get("chain", module_path(node)))
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [value for value in pytree.tree_leaves(tree) if isinstance(value, torch.Tensor)]
 
 
 _GLOO = "gloo:"

@@ -18,9 +18,9 @@ import torch
 from torch import fx, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from autopar._compat import pytree
 from autopar.cost.simulator import COMPUTE, WAITS, Seen, Span
 from autopar.errors import PlanError
+from autopar.ir.containers import tensors_in
 from autopar.runtime.backends import Scheduled
 from autopar.runtime.op_log import (
     GRAPH,
@@ -100,8 +100,7 @@ def backward(results: Any) -> None:
     """Run the backward of the first scalar among the outputs, else of all of them; none where no
     output requires a gradient.
     """
-    leaves = [x for x in pytree.tree_leaves(results) if isinstance(x, torch.Tensor)]
-    leaves = [x for x in leaves if x.requires_grad]
+    leaves = [x for x in tensors_in(results) if x.requires_grad]
     leaves = next(([x] for x in leaves if not x.dim()), leaves)
     if leaves:
         torch.autograd.backward(leaves, [torch.ones_like(x) for x in leaves])

@@ -131,7 +131,7 @@ def _text(value: object) -> str:
 
 
 def _figures(first: Plan, second: Plan) -> Iterable[Figure]:
-    yield Figure("step", "s", _step(first), _step(second))
+    yield Figure("step", "s", first.step_seconds, second.step_seconds)
     yield Figure("summed step", "s", first.seconds, second.seconds)
     yield Figure("sent", "bytes", first.comm_bytes, second.comm_bytes)
     yield Figure("peak memory", "bytes", first.peak_bytes, second.peak_bytes)
@@ -139,10 +139,6 @@ def _figures(first: Plan, second: Plan) -> Iterable[Figure]:
         values = [getattr(p.memory, name) if p.memory is not None else None
                   for p in (first, second)]  # fmt: skip
         yield Figure(f"memory: {name.replace('_', ' ')}", "bytes", *values)
-
-
-def _step(plan: Plan) -> float:
-    return plan.seconds if plan.overlapped is None else plan.overlapped
 
 
 def _verdict(figures: tuple[Figure, ...], names: tuple[str, str], same_graph: bool) -> str:

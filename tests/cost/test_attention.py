@@ -39,7 +39,7 @@ from autopar.planner.solve import best, bounds_of
 from autopar.runtime import calibrate_on_ranks
 from autopar.world import Attention, Device, World
 from derived import FOUR, derived_from, graph_of
-from random_nets import analysed
+from traced import annotated
 
 FLOAT = torch.float32
 PLAIN = Device("plain", {"float32": 1e12}, 8e9, 1e15)
@@ -107,7 +107,7 @@ def test_a_share_lies_on_lines_between_what_was_measured() -> None:
 @pytest.mark.slow
 def test_search_bound_and_plan_agree_on_it() -> None:
     model, args, _ = models.gpt()
-    program, mesh = analysed(models.GptWithLogits(layers=1), args, {}), Mesh.parse("x2.y2")
+    program, mesh = annotated(models.GptWithLogits(layers=1), args, {}), Mesh.parse("x2.y2")
     plain = World.preset("dgx-h100", 4)
     world = slow_attention(plain)
     exact = search(program, mesh, world, AUTO).seconds

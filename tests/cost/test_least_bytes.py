@@ -16,12 +16,13 @@ from autopar.cost.least_bytes import border_bytes, least_bytes
 from autopar.cost.memory import Budget
 from autopar.errors import PlanError
 from autopar.ir.program import Program
-from autopar.passes import annotate, emit_program, trace
+from autopar.passes import emit_program
 from autopar.planner import planner, solve
 from autopar.planner.rematerialize import RematerializationSteps
 from autopar.planner.request import PlanRequest
 from autopar.world import World
 from end_rungs import end_rungs
+from traced import annotated
 
 WIDTH, ROWS, BLOCKS = 16, 8, 4
 
@@ -53,10 +54,6 @@ def norm() -> nn.Module:
 
 def linear() -> nn.Module:
     return nn.Linear(WIDTH, WIDTH)
-
-
-def annotated(model: nn.Module, args: Any, kwargs: Any = None) -> Program:
-    return annotate.chains(annotate.annotate(trace.trace(model, args, kwargs or {})))
 
 
 BETWEEN = (BLOCKS - 1) * ROWS * WIDTH  # numbers that go from block to block

@@ -11,11 +11,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.runtime.training.call_graphs import CallGraphs
 from autopar.runtime.training.step_graph import Bound, StepGraph
+from on_ranks import unsharded
 
 from .case import Case
 from .habits import Session
@@ -103,16 +103,12 @@ def _trained(
         return leaves
 
     rank = dist.get_rank() if dist.is_initialized() else 0
-    record = train(Session(par, inputs, rank), habits, call, _gather)
+    record = train(Session(par, inputs, rank), habits, call, unsharded)
     own = _constants(par)
     record.buffers = {
         n: b for n, b in record.buffers.items() if not n.startswith("coordinate_") and n not in own
     }
     return record, masks
-
-
-def _gather(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _constants(par: Any) -> set[str]:

@@ -24,6 +24,7 @@ from autopar.planner import confirm
 from dropped import DROPPED, Dropped, dropout_model
 from launch import launched
 from plans import Subject, named_or_refused, random_plan, subject
+from training_facts import check_errors
 
 LIMIT = 1e-5
 LAYOUTS = ("ddp", "fsdp", "megatron", "megatron-sp", "atp", "auto")
@@ -99,24 +100,20 @@ def test_copies_in_blocks_that_run_again_have_it_too(layout: Any) -> None:
 
 
 # -- on ranks --------------------------------------------------------------------------------------
-def right(facts: dict[str, dict[str, float]]) -> None:
-    for errors in facts.values():
-        wrong = {what: error for what, error in errors.items() if not error < LIMIT}
-        assert errors and not wrong, wrong
-
-
 @pytest.mark.slow
 def test_scheduled_steps_drop_what_one_device_drops(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "scheduled", "outside", script="mask_ranks.py")
     seen = facts.pop("outside")["seen"]
     assert all(text.startswith("InputError: a model with dropout") for text in seen), seen
-    right(facts)
+    check_errors(facts, LIMIT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_so_do_more_models_and_ranks(tmp_path: Path, ranks: int) -> None:
-    right(launched(tmp_path, ranks, "all", "blocks", "emitted", script="mask_ranks.py"))
+    check_errors(
+        launched(tmp_path, ranks, "all", "blocks", "emitted", script="mask_ranks.py"), LIMIT
+    )
 
 
 def test_the_seed_is_not_moved_within_a_backward() -> None:

@@ -18,7 +18,7 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
 from autopar.world import World
 from choices import SUBJECTS, combinations
-from random_nets import analysed
+from traced import annotated
 
 slow = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def slower_than_named(
 ) -> dict[str, float]:
     """By how much auto is modelled slower than each named layout that fits."""
     subject, batch, preset, ranks = which
-    program, world = analysed(*SUBJECTS[subject](batch)), World.preset(preset, ranks)
+    program, world = annotated(*SUBJECTS[subject](batch)), World.preset(preset, ranks)
     auto, slower = seconds(program, world, "auto"), {}
     for layout in NAMES[1:]:
         try:

@@ -15,7 +15,7 @@ from autopar.planner.bound import near, pass_messages
 from autopar.planner.constraint import Constraint
 from autopar.planner.exact_search import search
 from autopar.world import World
-from random_nets import analysed
+from traced import annotated
 
 MESH = Mesh.parse("w2.x2.y2.z2")
 BATCH = Slot("b", 0)
@@ -64,7 +64,7 @@ def test_a_search_among_nesting_orders_is_as_fast(mesh: str) -> None:
     with torch.device("meta"):
         model = models.GptWithLogits(1024, 128, 768, 12, 1)
     ids = torch.ones(64, 128, dtype=torch.int64)
-    program, on, rules = analysed(model, (ids, ids), {}), Mesh.parse(mesh), Constraint("auto")
+    program, on, rules = annotated(model, (ids, ids), {}), Mesh.parse(mesh), Constraint("auto")
     world = World.preset("dgx-h100", on.size)
     bound = pass_messages(program, [(on, rules)], world)
     bound.run()

@@ -16,7 +16,7 @@ from autopar.cost.memory import Budget
 from autopar.errors import LayoutError
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import Program
-from autopar.passes import annotate, emit_program, trace
+from autopar.passes import emit_program
 from autopar.planner import solve
 from autopar.planner.named_layouts import NAMES
 from autopar.planner.rematerialize import Estimated, RematerializationSteps
@@ -24,6 +24,7 @@ from autopar.planner.request import PlanRequest
 from autopar.planner.rungs import Rematerialized
 from autopar.world import World
 from end_rungs import end_rungs
+from traced import annotated
 
 WORLD = World.preset("dgx-h100", ranks=4)
 MODELS: dict[str, Any] = {
@@ -63,7 +64,7 @@ class Residual(nn.Module):
 
 def _chosen(name: str, layout: str, optimizer: str) -> tuple[Program, Budget]:
     model, (args, kwargs) = MODELS[name]()
-    program = annotate.chains(annotate.annotate(trace.trace(model, args, kwargs)))
+    program = annotated(model, args, kwargs)
     contenders = solve.search_meshes(program, WORLD, PlanRequest(layout))
     return contenders, Budget(1e15, optimizer)
 

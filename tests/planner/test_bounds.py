@@ -49,7 +49,8 @@ from autopar.planner.exact_search import search
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve import best, bounds_of
 from autopar.world import World
-from random_nets import analysed, random_problem
+from random_nets import random_problem
+from traced import annotated
 
 slow = pytest.mark.slow
 AUTO = Constraint("auto")
@@ -112,7 +113,7 @@ def test_search_equals_an_integer_program(
     monkeypatch.setattr(models, "LAYERS", 1)
     model = models.GptWithLogits(layers=1)
     ids = models.token_ids()
-    program = analysed(*((model, (ids, ids), {}) if name == "gpt" else getattr(models, name)()))
+    program = annotated(*((model, (ids, ids), {}) if name == "gpt" else getattr(models, name)()))
     parsed = Mesh.parse(mesh)
     world = World.preset(preset, parsed.size)
     least = search(program, parsed, world, AUTO).seconds
@@ -136,7 +137,7 @@ _TRACED: dict[str, Program] = {}
 def traced(name: str) -> Program:
     if name not in _TRACED:
         make: Callable[[], models.Example] = getattr(models, name)
-        _TRACED[name] = analysed(*make())
+        _TRACED[name] = annotated(*make())
     return _TRACED[name]
 
 
@@ -280,14 +281,14 @@ def test_odd_worlds_have_a_plan_or_a_clear_error(name: str, ranks: int) -> None:
 
 def test_one_axis_of_1024() -> None:
     model = nn.Sequential(nn.Linear(8, 1024), nn.ReLU(), nn.Linear(1024, 8))
-    program = analysed(model, (torch.randn(1024, 8),), {})
+    program = annotated(model, (torch.randn(1024, 8),), {})
     mesh, world = Mesh.parse("x1024"), World.preset("dgx-h100", 1024)
     best_plan = best(program, [(mesh, AUTO)], world)
     assert best_plan.seconds == pytest.approx(search(program, mesh, world, AUTO).seconds, rel=1e-6)
 
 
 def test_a_batch_of_64_on_256_ranks() -> None:
-    program = analysed(models.Mlp(2048, 8192), (torch.randn(64, 2048),) * 2, {})
+    program = annotated(models.Mlp(2048, 8192), (torch.randn(64, 2048),) * 2, {})
     world = World.preset("dgx-h100", 256)
     with pytest.raises(LayoutError, match="batch of 64"):
         solve.search_meshes(program, world, PlanRequest("ddp"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from autopar.ir.deep_models import DeepModel
 from autopar.ir.plan import Plan
 from autopar.ir.plan_table import Memory
 from autopar.ir.program import Program
-from autopar.passes import annotate, emit_program, trace
+from autopar.passes import emit_program
 from autopar.planner import solve
 from autopar.planner.fit import LimitedSearch
 from autopar.planner.planner import search_plan
@@ -30,6 +29,7 @@ from autopar.planner.rematerialize import (
 from autopar.planner.request import PlanRequest
 from autopar.planner.simulate import simulate_plan
 from end_rungs import end_rungs
+from traced import annotated
 
 LAYERS = 6
 TWO = World.preset("dgx-h100", ranks=2)
@@ -88,17 +88,13 @@ class InTurns(nn.Module):
         return x.square().mean()
 
 
-def program_of(model: nn.Module, args: Any, options: Any = None) -> Program:
-    return annotate.chains(annotate.annotate(trace.trace(model, args, options or {})))
-
-
 def chosen(name: str, layout: str, ranks: int) -> tuple[Program, World]:
     if name == "gpt":
         model, (args, kwargs) = models.GptWithLogits(layers=LAYERS).train(), (models.gpt()[1], {})
     else:
         model, args, kwargs = models.llama(num_hidden_layers=LAYERS)
     world = World.preset("dgx-h100", ranks=ranks)
-    return solve.search_meshes(program_of(model, args, kwargs), world, PlanRequest(layout)), world
+    return solve.search_meshes(annotated(model, args, kwargs), world, PlanRequest(layout)), world
 
 
 @pytest.mark.slow_cells("gpt-auto", "gpt-megatron-sp", "llama-*")
@@ -118,7 +114,7 @@ def test_steps_and_peaks_are_those_of_the_full_model(name, layout):
 def test_blocks_that_come_in_turns_are_units(layout: str) -> None:
     world, model = World.preset("dgx-h100", ranks=4), InTurns(2 * 10 + 1)
     program = solve.search_meshes(
-        program_of(model, (torch.randn(8, 4, 32),)), world, PlanRequest(layout)
+        annotated(model, (torch.randn(8, 4, 32),)), world, PlanRequest(layout)
     )
     deep = DeepModel(program)
     assert [(len(run), len(run[0])) for run in deep.runs] == [(9, 2)]  # after the first two
@@ -150,9 +146,9 @@ def check_against_full(
 def test_only_equal_blocks_are_left_out():
     world = World.of(2)
     x = torch.randn(4, 32)
-    plain = solve.search_meshes(program_of(Deepened(), (x,)), world, PlanRequest("ddp"))
-    odd = solve.search_meshes(program_of(Deepened(odd=3), (x,)), world, PlanRequest("ddp"))
-    skip = solve.search_meshes(program_of(Deepened(skip=True), (x,)), world, PlanRequest("ddp"))
+    plain = solve.search_meshes(annotated(Deepened(), (x,)), world, PlanRequest("ddp"))
+    odd = solve.search_meshes(annotated(Deepened(odd=3), (x,)), world, PlanRequest("ddp"))
+    skip = solve.search_meshes(annotated(Deepened(skip=True), (x,)), world, PlanRequest("ddp"))
     assert [len(run) for run in DeepModel(plain).runs] == [LAYERS - 1]  # the first takes the input
     assert DeepModel(odd).runs == ()  # too few on either side of it
     assert DeepModel(skip).runs == ()  # every block is used at the end
@@ -212,7 +208,7 @@ def worked_out(program: Program, plan: Plan, limit: float) -> float:
 @pytest.mark.slow
 def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
     """The plan still fits what there is: a block or two more are dropped."""
-    program = program_of(models.GptWithLogits(layers=LAYERS).train(), models.gpt()[1])
+    program = annotated(models.GptWithLogits(layers=LAYERS).train(), models.gpt()[1])
     limit = 0.7 * needs(program, "fsdp", "auto")
     plan = search_plan(program, TWO, PlanRequest("fsdp", budget=Budget(limit))).plan
     assert plan is not None and plan.memory is not None
@@ -226,7 +222,7 @@ def test_an_estimate_that_is_too_low_costs_no_memory(too_low):
 @pytest.mark.parametrize("overlap", [False, True])
 def test_another_plan_is_found_where_blocks_cannot_make_up_for_an_estimate(too_low, overlap):
     """By the step with communication hidden several plans compete: the next one fits as it is."""
-    program = program_of(Deepened(), (torch.randn(512, 32),))
+    program = annotated(Deepened(), (torch.randn(512, 32),))
     limit = 0.95 * needs(program, "auto", "none")
     budget = Budget(limit, "adamw", "none")
     plan = search_plan(program, TWO, PlanRequest("auto", budget=budget, overlap=overlap)).plan
@@ -238,7 +234,7 @@ def test_another_plan_is_found_where_blocks_cannot_make_up_for_an_estimate(too_l
 @pytest.mark.slow
 def test_what_fits_by_an_estimate_alone_is_refused(too_low):
     """No layout of so many ranks needs less than with every block recomputed: told, not planned."""
-    program = program_of(Deepened(), (torch.randn(512, 32),))
+    program = annotated(Deepened(), (torch.randn(512, 32),))
     budget = Budget(0.95 * needs(program, "fsdp", "full"))
     plan = search_plan(program, TWO, PlanRequest("fsdp", budget=budget))
     assert too_low == [pytest.approx(0.9)]

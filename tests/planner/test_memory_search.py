@@ -33,7 +33,8 @@ from autopar.planner.small_models import ascending, by_cost
 from autopar.planner.solve import best
 from autopar.planner.space import candidates
 from autopar.world import World
-from random_nets import analysed, random_problem
+from random_nets import random_problem
+from traced import annotated
 
 slow = pytest.mark.slow
 OPTIMIZER = "adamw"
@@ -94,7 +95,7 @@ def test_the_fastest_plan_that_fits_against_trying_everything(first: int) -> Non
 @pytest.mark.parametrize(("name", "part"), [("gpt", 0.02)])
 def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     """In larger graphs: above the bound that knows no limit, and above no plan that was found."""
-    program, world = analysed(*getattr(models, name)()), World.preset("ethernet-25g", 4)
+    program, world = annotated(*getattr(models, name)()), World.preset("ethernet-25g", 4)
     free = search_plan(
         program, world, PlanRequest("auto", budget=Budget(None, OPTIMIZER, "none"))
     ).plan
@@ -126,7 +127,7 @@ def test_bytes_have_the_price_of_saving_them(
         return at(self, price)
 
     monkeypatch.setattr(fit.LimitedSearch, "_at", noted)
-    program, world = analysed(*models.gpt()), World.preset("ethernet-25g", 4)
+    program, world = annotated(*models.gpt()), World.preset("ethernet-25g", 4)
     free = search_plan(program, world, PlanRequest("4d")).plan
     assert free is not None
     limit = 0.8 * peak_of(program, free, world)
@@ -149,7 +150,7 @@ def test_the_cheapest_of_all_rungs_is_found(
     name: str, layout: str, ranks: int, kinds: set[str]
 ) -> None:
     """Against the exact peak and seconds of every rung, whatever the limit."""
-    program, world = analysed(*getattr(models, name)()), World.preset("ethernet-25g", ranks)
+    program, world = annotated(*getattr(models, name)()), World.preset("ethernet-25g", ranks)
     free = search_plan(program, world, PlanRequest(layout, budget=Budget(1e15, OPTIMIZER)))
     emitted, used = emit_program(free, world), set[str]()
     every = RematerializationSteps(emitted, world, Budget(1e15, OPTIMIZER))

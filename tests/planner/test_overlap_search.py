@@ -17,7 +17,6 @@ from autopar.cost.activations import MidstepMemory, activation_bytes
 from autopar.cost.memory import Budget
 from autopar.ir.deep_models import DeepModel
 from autopar.ir.program import IN_FULL, Program
-from autopar.passes import annotate, trace
 from autopar.planner import simulate, solve
 from autopar.planner.bound import bound_rivals
 from autopar.planner.exact_search import search
@@ -28,7 +27,7 @@ from autopar.planner.solve import Contender, ShortenedModel, best
 from autopar.planner.space import Candidate, candidates
 from autopar.world import World
 from benchmarks.planning.quality import cluster, small_gpt
-from random_nets import analysed
+from traced import annotated
 
 WORLD = cluster()
 LEAST_SHARE = solve.shares(WORLD)[-1]
@@ -36,8 +35,7 @@ LEAST_SHARE = solve.shares(WORLD)[-1]
 
 @lru_cache
 def program() -> Program:
-    model, inputs = small_gpt()
-    return annotate.chains(annotate.annotate(trace.trace(model, inputs, {})))
+    return annotated(*small_gpt())
 
 
 @lru_cache
@@ -204,7 +202,7 @@ def test_the_fastest_of_deep_models_is_confirmed_on_the_full_model(
 def test_what_leans_on_overlap_is_tried_under_every_named_layout() -> None:
     """3d's plan of the sum is far off here, what it finds where weights count less is near."""
     gpt, inputs = models.GptWithLogits(), (torch.zeros(16, 16, dtype=torch.int64),) * 2
-    traced_gpt, world = analysed(gpt, inputs, {}), World.preset("pcie-4090", 16)
+    traced_gpt, world = annotated(gpt, inputs, {}), World.preset("pcie-4090", 16)
     others = solve.Contenders(
         solve.search_meshes(traced_gpt, world, PlanRequest("ddp")),
         ShortenedModel(traced_gpt, world),

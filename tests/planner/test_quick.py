@@ -16,7 +16,7 @@ from autopar.planner.request import Layouts
 from autopar.planner.solve import best_at_shares, bounds_of, by_promise, quick_best, with_share
 from autopar.planner.space import candidates
 from autopar.world import World
-from random_nets import analysed
+from traced import annotated
 
 SHARES = (0.1, 0.4, 0.7)
 
@@ -24,7 +24,7 @@ SHARES = (0.1, 0.4, 0.7)
 @pytest.fixture(scope="module")
 def program() -> Program:
     model, args, kwargs = models.gpt()
-    return analysed(model, args, kwargs)
+    return annotated(model, args, kwargs)
 
 
 @pytest.mark.slow

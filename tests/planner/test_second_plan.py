@@ -20,7 +20,7 @@ from autopar.planner.planner import search_plan
 from autopar.planner.request import PlanRequest
 from autopar.tools.report.alternatives import alternatives
 from autopar.world import World
-from random_nets import analysed
+from traced import annotated
 
 WORLD = World.preset("ethernet-25g", 2)
 COUNTED = (
@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def program(build: Callable[[], Any] = models.mlp) -> Program:
     model, args, _ = build()
-    return analysed(model, args, {})
+    return annotated(model, args, {})
 
 
 def within(limit: float | None, layout: str = "auto") -> PlanRequest:

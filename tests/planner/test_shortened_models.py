@@ -19,7 +19,7 @@ from autopar.planner.solve import ShortenedModel, promising
 from autopar.planner.space import candidates
 from autopar.world import World
 from models import GptWithLogits
-from random_nets import analysed
+from traced import annotated
 
 WORLD = World.preset("laptop", ranks=4)
 LAYERS = 6
@@ -28,7 +28,7 @@ LAYERS = 6
 @lru_cache
 def program() -> Program:
     ids = torch.zeros(8, 16, dtype=torch.int64)
-    return analysed(GptWithLogits(layers=LAYERS), (ids, ids), {})
+    return annotated(GptWithLogits(layers=LAYERS), (ids, ids), {})
 
 
 @pytest.mark.slow_cells("4d", "auto")

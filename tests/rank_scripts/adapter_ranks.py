@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar.world import ranks
+from on_ranks import caught
 
 STEPS, MICRO, MOST = 3, 2, 0.1  # a step sums the gradients of two batches and clips them
 
@@ -92,7 +93,7 @@ def by_accelerate() -> dict[str, Any]:
             optimizer.zero_grad()
             losses.append(loss.item())
             rates.append(schedule.get_last_lr()[0])
-    refused = refusal(lambda: autopar.prepare(accelerator, fresh()))
+    refused = caught(lambda: autopar.prepare(accelerator, fresh()))
     same_model = accelerator.unwrap_model(model) is par and model is par and same == [1]
     return {"losses": losses, "as it was": same_model, "rates": rates, "refused": refused}
 
@@ -120,9 +121,9 @@ def by_fabric() -> dict[str, Any]:
     rows = [len(batch) for batch in loader]
     facts = {"losses": losses, "later": later, "rest": rest, "rows": rows}
     facts["as it was"] = model.module is again and model.plan is again.plan
-    facts["refused"] = refusal(lambda: fabric.setup(fresh()))
-    facts["refused state"] = refusal(lambda: fabric.save(folder, {"number": 1}))
-    facts["refused load"] = refusal(lambda: fabric.load(folder))
+    facts["refused"] = caught(lambda: fabric.setup(fresh()))
+    facts["refused state"] = caught(lambda: fabric.save(folder, {"number": 1}))
+    facts["refused load"] = caught(lambda: fabric.load(folder))
     return facts
 
 
@@ -145,14 +146,6 @@ def fabric_losses(fabric: Any, state: dict[str, Any], folder: str = "") -> list[
             state["number"] = number
             fabric.save(folder, state)
     return losses
-
-
-def refusal(call: Any) -> str:
-    try:
-        call()
-    except autopar.InputError as error:
-        return str(error)
-    return ""
 
 
 def main() -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
 from autopar.world import ranks
-from on_ranks import Facts, run_tasks
+from on_ranks import Facts, run_tasks, unsharded
 
 ROWS, WIDTH, STEPS, TIMES = 8, 16, 3, 50
 
@@ -78,10 +77,6 @@ def example(name: str) -> tuple[nn.Module, tuple[Tensor]]:
     return model, (torch.randn(1, WIDTH, dtype=torch.float64).expand(ROWS, -1).clone(),)
 
 
-def gather(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def trained(par: Any, inputs: tuple[Tensor], steps: int = STEPS) -> list[float]:
     """Losses, and the sum of every parameter at the end."""
     optimizer, losses = torch.optim.AdamW(par.parameters(), 1e-2), []
@@ -91,7 +86,7 @@ def trained(par: Any, inputs: tuple[Tensor], steps: int = STEPS) -> list[float]:
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return [*losses, *(float(gather(p.detach()).sum()) for p in par.parameters())]
+    return [*losses, *(float(unsharded(p.detach()).sum()) for p in par.parameters())]
 
 
 def run(name: str, world: int | None, layout: Any = "auto", **more: Any) -> list[float]:

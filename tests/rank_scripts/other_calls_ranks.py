@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
 from autopar.world import ranks
+from on_ranks import unsharded
 
 BATCH, SEQUENCE, WORDS, WIDTH = 8, 12, 64, 32
 
@@ -54,10 +54,6 @@ def batch(rows: int = BATCH, length: int = SEQUENCE) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def gather(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def calls() -> Iterator[tuple[str, AbstractContextManager[Any], tuple[Tensor, ...]]]:
     yield "no_grad", torch.no_grad(), batch()
     yield "an incomplete batch", torch.no_grad(), batch(5)
@@ -72,13 +68,13 @@ def differences(par: Any, single: nn.Module) -> Iterator[tuple[str, float]]:
     for name, context, inputs in calls():
         with context:
             result, expected = par(*inputs), single(*inputs)
-            yield name, float((gather(result) - expected).abs().max())
+            yield name, float((unsharded(result) - expected).abs().max())
         if expected.requires_grad:
             par.zero_grad()
             result.backward()
             expected.backward()
             for parameter, trained in single.named_parameters():
-                gradient = gather(par.get_parameter(parameter).grad)
+                gradient = unsharded(par.get_parameter(parameter).grad)
                 yield f"{name}: {parameter}", float((gradient - trained.grad).abs().max())
 
 
@@ -97,7 +93,7 @@ def facts_of(layout: str) -> dict[str, Any]:
     for rows in (BATCH, 5, BATCH):
         train(par, optimizer, rows)
     single = copy.deepcopy(model)
-    single.load_state_dict({name: gather(value) for name, value in par.state_dict().items()})
+    single.load_state_dict({name: unsharded(value) for name, value in par.state_dict().items()})
     apart = dict(differences(par.eval(), single.eval()))
     stays = places == [parameter.to_local().data_ptr() for parameter in par.parameters()]
     train(par.train(), optimizer, BATCH)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autopar
 from autopar.world import ranks
+from on_ranks import unsharded
 
 BATCH, SEQUENCE, WORDS, WIDTH = 8, 12, 64, 32
 
@@ -62,25 +62,21 @@ def within(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
 LOSSES: tuple[Callable[[dict[str, Tensor], Tensor], Tensor], ...] = (cross_entropy, of_all, within)
 
 
-def gather(x: Any) -> Any:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def apart(par: Any, single: nn.Module, rows: int, loss: Callable[..., Tensor]) -> float:
     """The largest difference of a loss, an output or a gradient."""
     ids, targets = batch(rows)
     par.zero_grad(), single.zero_grad()
     outputs, expected = par(ids), single(ids)
-    differences = [float((gather(outputs[n]) - expected[n]).abs().max()) for n in expected]
+    differences = [float((unsharded(outputs[n]) - expected[n]).abs().max()) for n in expected]
     actual, right = loss(outputs, targets), loss(expected, targets)
-    differences.append(float((gather(actual) - right).abs()))
+    differences.append(float((unsharded(actual) - right).abs()))
     actual.backward(), right.backward()
     for name, parameter in single.named_parameters():
         gradient = par.get_parameter(name).grad
         if parameter.grad is None:
-            assert gradient is None or not gather(gradient).any()
+            assert gradient is None or not unsharded(gradient).any()
         else:
-            differences.append(float((gather(gradient) - parameter.grad).abs().max()))
+            differences.append(float((unsharded(gradient) - parameter.grad).abs().max()))
     return max(differences)
 
 

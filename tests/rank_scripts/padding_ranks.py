@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 import autopar
@@ -24,7 +23,7 @@ import uneven_batches
 import uneven_sequences
 from autopar.planner.request import Grid4D, GridContext, GridEP, GridHSDP, Layouts
 from autopar.world import ranks
-from on_ranks import Facts, everywhere, run_tasks
+from on_ranks import Facts, everywhere, run_tasks, unsharded
 
 Inputs = dict[str, Tensor]
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)
@@ -123,15 +122,11 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def gather(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def largest_error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Relative to the largest entry of each; all ranks gather each tensor."""
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     errors = [
-        float((gather(actual[name]) - value).abs().max() / value.abs().max().clamp(min=1e-6))
+        float((unsharded(actual[name]) - value).abs().max() / value.abs().max().clamp(min=1e-6))
         for name, value in expected.items()
     ]
     return max(errors)
@@ -165,12 +160,14 @@ def trained(model: nn.Module, steps: Iterable[Inputs]) -> Trained:
         loss = model(**inputs)
         loss.backward()
         losses.append(float(loss))
-        gradients_of_steps.append({name: gather(x).clone() for name, x in gradients(model).items()})
+        gradients_of_steps.append(
+            {name: unsharded(x).clone() for name, x in gradients(model).items()}
+        )
         optimizer.step()
     with torch.no_grad():
         unrecorded = float(model.eval()(**inputs))
     return Trained(
-        losses, gradients_of_steps, {n: gather(x) for n, x in named(model).items()}, unrecorded
+        losses, gradients_of_steps, {n: unsharded(x) for n, x in named(model).items()}, unrecorded
     )
 
 
@@ -220,11 +217,11 @@ def states() -> Facts:
             each(**inputs).backward()
         facts["steps"].append(largest_error(gradients(par), gradients(model)))
         norms = [nn.utils.clip_grad_norm_(m.parameters(), 1.0) for m in (model, par)]
-        facts["norm"] = abs(float(gather(norms[1])) / float(norms[0]) - 1)
+        facts["norm"] = abs(float(unsharded(norms[1])) / float(norms[0]) - 1)
         for optimizer in optimizers:
             optimizer.step()
     facts["parameters"] = largest_error(named(par), named(model))
-    state = {name: gather(x) for name, x in par.state_dict().items()}
+    state = {name: unsharded(x) for name, x in par.state_dict().items()}
     facts["state"] = largest_error(state, dict(model.state_dict()))
     folder = ranks.from_rank_0(tempfile.mkdtemp())
     par.save_pretrained(folder)

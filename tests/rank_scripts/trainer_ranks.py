@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autopar
+from on_ranks import caught
 from trainer_cases import ROWS, arguments, fresh, history, rows
 
 ROWS_OF_A_RANK = ROWS // 2
@@ -41,14 +42,6 @@ def parallel_model(layout: str) -> Any:
 def difference(first: nn.Module, other: nn.Module) -> float:
     pairs = zip(first.state_dict().values(), other.state_dict().values(), strict=True)
     return max(float((a - b).abs().max()) for a, b in pairs)
-
-
-def refused(call: Any) -> str:
-    try:
-        call()
-    except autopar.InputError as error:
-        return str(error)
-    return ""
 
 
 def main(file: str, layout: str, accumulated: int) -> None:
@@ -78,10 +71,10 @@ def main(file: str, layout: str, accumulated: int) -> None:
         "plain": sorted({type(p).__name__ for p in unsharded.parameters()}),
         "tied": unsharded.lm_head.weight is unsharded.transformer.wte.weight,
         "generated": list(unsharded.generate(torch.ones(2, 4).long(), max_new_tokens=3).shape),
-        "under ddp": refused(lambda: DistributedDataParallel(par)),
-        "not parallel": refused(lambda: trainer(fresh(), folder, 1)),
-        "other options": refused(lambda: par.save_pretrained(folder, state_dict={})),
-        "no such rank": refused(lambda: par.unshard(rank=2)),
+        "under ddp": caught(lambda: DistributedDataParallel(par)),
+        "not parallel": caught(lambda: trainer(fresh(), folder, 1)),
+        "other options": caught(lambda: par.save_pretrained(folder, state_dict={})),
+        "no such rank": caught(lambda: par.unshard(rank=2)),
     }
     everywhere: list[Any] = [None, None]
     dist.all_gather_object(everywhere, facts["on one rank"])

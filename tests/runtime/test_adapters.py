@@ -25,6 +25,7 @@ def test_accelerate(tmp_path: Path) -> None:
     assert facts["losses"] == pytest.approx(facts["one device"], rel=1e-5)
     assert facts["as it was"]
     assert facts["rates"][1::2] == pytest.approx([5e-3, 2.5e-3, 1.25e-3])  # not once for each rank
+    assert facts["refused"].startswith("InputError: ")
     assert "autopar.prepare has a Model, which is not parallel" in facts["refused"]
 
 
@@ -36,6 +37,8 @@ def test_fabric(tmp_path: Path) -> None:
     assert facts["later"] == facts["losses"][2:]  # from the checkpoint, to the bit
     assert facts["rest"] == {} and facts["as it was"]
     assert facts["rows"] == [8]  # of the global batch
+    refusals = [facts[name] for name in ("refused", "refused state", "refused load")]
+    assert all(text.startswith("InputError: ") for text in refusals)
     assert "fabric.setup has a Model, which is not parallel" in facts["refused"]
     assert "0 parallel models and 0 optimizers" in facts["refused state"]
     assert "without a dict of what is loaded" in facts["refused load"]

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 import autopar
 import odd_shapes  # noqa: F401  (enters its models)
 from autopar._compat import pytree
 from odd_models import HIDDEN, ODD, Simple
+from on_ranks import unsharded
 
 RANKS = 2
 LIMIT_S = 240
@@ -47,12 +47,8 @@ def parametrized() -> Any:
 MODELS = {**ODD, "weights_that_are_computed_of_parameters": parametrized}
 
 
-def _gather(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def _leaves(tree: Any) -> list[Any]:
-    return [_gather(leaf) for leaf in pytree.tree_leaves(tree)]
+    return [unsharded(leaf) for leaf in pytree.tree_leaves(tree)]
 
 
 def _fresh(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -70,7 +66,7 @@ def _trained(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     losses = [o for o in outputs if isinstance(o, Tensor) and o.requires_grad and not o.dim()]
     if losses:
         losses[0].backward()
-    grads = {n: _gather(p.grad) for n, p in module.named_parameters() if p.grad is not None}
+    grads = {n: unsharded(p.grad) for n, p in module.named_parameters() if p.grad is not None}
     inputs = [x.grad for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     return {
         "outputs": [o.detach() if isinstance(o, Tensor) else o for o in outputs],

@@ -16,6 +16,7 @@ from autopar.passes.overlap import DerivedGraph, assumptions, facts_of
 from autopar.runtime.backends import _overlaps
 from derived import arrived, called, passed, placed, ran
 from launch import launched
+from training_facts import check_errors
 
 aten = torch.ops.aten
 LIMIT = 1e-5
@@ -119,19 +120,13 @@ def test_what_shares_memory(size: Any, stride: Any, overlap: bool) -> None:
     assert _overlaps(torch.zeros(64).as_strided(size, stride)) is overlap
 
 
-def right(facts: dict[str, dict[str, float]]) -> None:
-    for errors in facts.values():
-        wrong = {what: error for what, error in errors.items() if not error < LIMIT}
-        assert errors and not wrong, wrong
-
-
 @pytest.mark.slow
 def test_steps_on_two_ranks(tmp_path: Path) -> None:
     """The loss of what is transposed, and later inputs that lie in another order."""
-    right(launched(tmp_path, 2, "inputs", "returned", script="stride_ranks.py"))
+    check_errors(launched(tmp_path, 2, "inputs", "returned", script="stride_ranks.py"), LIMIT)
 
 
 @pytest.mark.slow
 def test_losses_of_what_lies_otherwise(tmp_path: Path) -> None:
     tasks = "ddp", "fsdp", "megatron", "megatron-sp", "eager"
-    right(launched(tmp_path, 2, *tasks, script="stride_ranks.py", seconds=600))
+    check_errors(launched(tmp_path, 2, *tasks, script="stride_ranks.py", seconds=600), LIMIT)

@@ -35,6 +35,10 @@ def test_its_loop_is_that_of_one_device(tmp_path: Path, layout: str, accumulated
     assert facts["on one rank"] == [["NoneType", 0], ["GPT2LMHeadModel", 1]]
     assert facts["unsharded"] == "GPT2LMHeadModel" and facts["plain"] == ["Parameter"]
     assert facts["tied"] and facts["generated"] == [2, 7]
+    refusals = [
+        facts[name] for name in ("under ddp", "not parallel", "other options", "no such rank")
+    ]
+    assert all(text.startswith("InputError: ") for text in refusals)
     assert "autopar.ParallelTrainer" in facts["under ddp"]
     assert "Trainer has a GPT2LMHeadModel, which is not parallel" in facts["not parallel"]
     assert "has no state_dict" in facts["other options"]

@@ -9,6 +9,7 @@ import autopar
 import uneven_batches
 from autopar.errors import LayoutError
 from autopar.planner.request import Grid4D, GridHSDP
+from plans import verified_plan
 from uneven_batches import CASES, COUNTED, REFUSED
 
 SIZES = [(7, 4), (5, 4), (7, 8)]
@@ -25,12 +26,6 @@ def layouts(ranks: int) -> dict[str, object]:
     }
 
 
-def planned(case: uneven_batches.Case, ranks: int, layout: object) -> autopar.Plan:
-    plan = autopar.plan(case[0], ranks, case[1], layout=layout, smaller=False)
-    autopar.verify(case[0], None, case[1], layout=plan)
-    return plan
-
-
 @pytest.mark.slow_cells(
     "*-bert", "*-gpt2", "5-4-*", "7-4-4d-mlp", "7-4-auto-mlp", "7-4-ddp-mlp", "7-4-megatron-mlp",
     "7-8-*",
@@ -39,7 +34,7 @@ def planned(case: uneven_batches.Case, ranks: int, layout: object) -> autopar.Pl
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "megatron", "4d", "auto"])
 @pytest.mark.parametrize(("rows", "ranks"), SIZES)
 def test_ranks_compute_what_one_does(rows: int, ranks: int, layout: str, name: str) -> None:
-    plan = planned(CASES[name](rows), ranks, layouts(ranks)[layout])
+    plan = verified_plan(CASES[name](rows), ranks, layouts(ranks)[layout])
     sizes = {(each.size, each.padded) for each in plan.padding}
     if layout in ("ddp", "fsdp"):
         assert sizes == {(rows, 8)}
@@ -54,7 +49,7 @@ def test_ranks_compute_what_one_does(rows: int, ranks: int, layout: str, name: s
 )  # fmt: skip
 @pytest.mark.parametrize("name", COUNTED)
 def test_losses_that_count_rows(name: str) -> None:
-    plan = planned(uneven_batches.mlp(7, COUNTED[name]), 4, "ddp")
+    plan = verified_plan(uneven_batches.mlp(7, COUNTED[name]), 4, "ddp")
     assert [(each.size, each.padded) for each in plan.padding] == [(7, 8)]
 
 
@@ -70,15 +65,15 @@ def test_ops_that_mix_rows_leave_the_batch_as_it_is(name: str) -> None:
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_batch_norms_keep_the_batch_as_it_is(ranks: int) -> None:
     case = uneven_batches.convolutions(7)
-    assert not planned(case, ranks, "auto").padding
+    assert not verified_plan(case, ranks, "auto").padding
     with pytest.raises(LayoutError, match="a batch of 7"):
-        planned(case, ranks, "fsdp")
+        verified_plan(case, ranks, "fsdp")
 
 
 @pytest.mark.slow
 def test_dropout_drops_the_same_in_rows_that_are_no_copies() -> None:
     """`verify` compares it with one device, whose numbers hang on the places in all rows."""
-    plan = planned(uneven_batches.gpt2(7, dropout=0.1), 4, "fsdp")
+    plan = verified_plan(uneven_batches.gpt2(7, dropout=0.1), 4, "fsdp")
     assert [(each.size, each.padded) for each in plan.padding] == [(7, 8)]
 
 
@@ -95,7 +90,7 @@ def test_rows_that_are_not_the_first_dim_are_padded_without_draws_alone() -> Non
 
 def test_gradients_of_inputs_have_no_padding() -> None:
     model, (x, y) = uneven_batches.mlp(5)
-    plan = planned((model, (x.requires_grad_(), y)), 4, "fsdp")
+    plan = verified_plan((model, (x.requires_grad_(), y)), 4, "fsdp")
     assert [(each.size, each.padded) for each in plan.padding] == [(5, 8)]
 
 

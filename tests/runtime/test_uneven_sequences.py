@@ -8,6 +8,7 @@ import autopar
 import uneven_sequences
 from autopar.errors import LayoutError
 from autopar.planner.request import GridContext, GridEP, Layouts
+from plans import verified_plan
 from uneven_sequences import COUNTED, REFUSED, Case
 
 MODELS = {"llama": uneven_sequences.llama, "gpt2": uneven_sequences.gpt2}
@@ -19,12 +20,6 @@ LAYOUTS: dict[str, tuple[int, Layouts]] = {
     "contiguous cp": (4, GridContext(4, attention="contiguous")),
     "heads": (4, GridContext(2, attention="heads")),
 }
-
-
-def planned(case: Case, ranks: int, layout: Layouts) -> autopar.Plan:
-    plan = autopar.plan(case[0], ranks, case[1], layout=layout, smaller=False)
-    autopar.verify(case[0], None, case[1], layout=plan)
-    return plan
 
 
 def padding(plan: autopar.Plan) -> set[tuple[int, int]]:
@@ -40,7 +35,7 @@ def padding(plan: autopar.Plan) -> set[tuple[int, int]]:
 def test_ranks_compute_what_one_does(tokens: int, name: str, layout: str) -> None:
     """Of 6 tokens, 2 ranks take some as they are."""
     ranks, wanted = LAYOUTS[layout]
-    plan = planned(MODELS[name](tokens), ranks, wanted)
+    plan = verified_plan(MODELS[name](tokens), ranks, wanted)
     contexts = plan.mesh.sizes["context"]
     padded = -(-tokens // contexts) * contexts
     assert padding(plan) == ({(tokens, padded)} if padded > tokens else set())
@@ -52,13 +47,13 @@ def test_ranks_compute_what_one_does(tokens: int, name: str, layout: str) -> Non
 @pytest.mark.slow
 def test_runs_of_tokens_in_turns() -> None:
     """Fifteen tokens become sixteen, of which each of eight ranks takes one of either half."""
-    assert padding(planned(uneven_sequences.llama(15), 8, "cp")) == {(15, 16)}
+    assert padding(verified_plan(uneven_sequences.llama(15), 8, "cp")) == {(15, 16)}
 
 
 @pytest.mark.slow_cells("before attention", "mean of tokens", "mean")
 @pytest.mark.parametrize("name", COUNTED)
 def test_losses_that_count_tokens(name: str) -> None:
-    assert padding(planned(uneven_sequences.layer(7, COUNTED[name]), 4, "cp")) == {(7, 8)}
+    assert padding(verified_plan(uneven_sequences.layer(7, COUNTED[name]), 4, "cp")) == {(7, 8)}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -90,7 +85,7 @@ def test_weights_of_attention_that_are_dropped_leave_the_sequence_as_it_is() -> 
 )
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
 def test_routers_take_tokens_that_are_no_copies(name: str, layout: Layouts) -> None:
-    assert padding(planned(uneven_sequences.moe(name, 7), 4, layout)) == {(7, 8)}
+    assert padding(verified_plan(uneven_sequences.moe(name, 7), 4, layout)) == {(7, 8)}
 
 
 def test_rows_and_tokens_are_not_both_padded() -> None:

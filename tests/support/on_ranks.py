@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 Facts = dict[str, Any]
 
@@ -56,6 +57,11 @@ def gathered(local: torch.Tensor) -> list[torch.Tensor]:
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, local.contiguous())
     return parts
+
+
+def unsharded(value: Any) -> Any:
+    """The whole of a DTensor, on every rank; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def caught(work: Callable[[], Any]) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import autopar
 from autopar import LayoutError
 from autopar._compat import pytree
 from autopar.ir.mesh import Mesh
@@ -117,3 +118,11 @@ def _double(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.detach().double()
     return value
+
+
+def verified_plan(case: tuple[nn.Module, Any], ranks: int, layout: Any) -> autopar.Plan:
+    """The plan of a model and its inputs, after `verify`."""
+    model, inputs = case
+    plan = autopar.plan(model, ranks, inputs, layout=layout, smaller=False)
+    autopar.verify(model, None, inputs, layout=plan)
+    return plan

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import Program
-from autopar.passes import annotate, trace
 from autopar.world import World
-
-
-def analysed(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-    return annotate.chains(annotate.annotate(trace.trace(model, args, kwargs)))
+from traced import annotated
 
 
 class RandomNet(nn.Module):
@@ -52,4 +47,4 @@ def random_problem(seed: int) -> tuple[Program, Mesh, World]:
     rows = (draw.choice((2, 4, 6, 12)), *((3,) if draw.random() < 0.3 else ()))
     mesh = Mesh.parse(draw.choice(("x2.y2", "x2.y3", "x3.y2")))
     name = draw.choice(("dgx-h100", "pcie-4090", *(("laptop",) if mesh.size == 4 else ())))
-    return analysed(net, (torch.randn(*rows, net.width),), {}), mesh, World.preset(name, mesh.size)
+    return annotated(net, (torch.randn(*rows, net.width),)), mesh, World.preset(name, mesh.size)

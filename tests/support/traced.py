@@ -1,4 +1,4 @@
-"""Runs a traced graph on one device, as a reference."""
+"""Traces a model, and runs a traced graph on one device, as a reference."""
 
 from __future__ import annotations
 
@@ -6,10 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from autopar._compat import pytree
 from autopar.ir.program import Program
+from autopar.passes import annotate, trace
 from autopar.passes.trace.signature import bind
+
+
+def annotated(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+) -> Program:
+    """The traced model with its annotations and chains: what a search begins with."""
+    return annotate.chains(annotate.annotate(trace.trace(model, args, dict(kwargs or {}))))
 
 
 def run(

@@ -31,3 +31,10 @@ def check_training(facts: dict[str, Any]) -> None:
     assert facts["loss"] < LIMIT
     assert facts["gradients"][0] < LIMIT, facts
     assert facts["parameters"][0] < LIMIT, facts
+
+
+def check_errors(facts: dict[str, dict[str, float]], limit: float) -> None:
+    """All errors of each task are below the limit."""
+    for errors in facts.values():
+        wrong = {what: error for what, error in errors.items() if not error < limit}
+        assert errors and not wrong, wrong

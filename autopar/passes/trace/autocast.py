@@ -24,6 +24,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autopar._compat import OpOverload, TorchDispatchMode, has_kernel, pytree, taken_apart
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import called_graphs
 from autopar.ir.program import Autocast, under_autocast
 
@@ -71,7 +72,7 @@ def _autocast_within(node: fx.Node, op: OpOverload) -> Autocast:
     """
     if not has_kernel(op, "CompositeImplicitAutograd"):
         return ()
-    active = under_autocast(sorted({x.device.type for x in _tensors(_operands(node))}))
+    active = under_autocast(sorted({x.device.type for x in tensors_in(_operands(node))}))
     known = (f"Autocast{kind.upper()}" for kind, _ in active)
     return () if any(has_kernel(op, key) for key in known) else active
 
@@ -128,7 +129,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in _CASTS and not func.is_view and func.namespace != "prim":
-            dtypes = [x.dtype for x in _tensors((args, kwargs))]
+            dtypes = [x.dtype for x in tensors_in((args, kwargs))]
             self.operations.append((func, *dtypes))
         return func(*args, **(kwargs or {}))
 
@@ -174,10 +175,6 @@ def _take_apart(node: fx.Node, op: OpOverload, active: Autocast) -> None:
 def _operands(node: fx.Node) -> Any:
     operands: Any = fx.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
     return operands
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _as_dtype(value: Any, dtype: torch.dtype | None) -> Any:

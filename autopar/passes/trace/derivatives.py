@@ -30,6 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from autopar._compat import differentiating, pytree
+from autopar.ir.containers import tensors_in
 from autopar.passes.trace.derivative_ops import written_with_others
 
 aten = torch.ops.aten
@@ -97,7 +98,7 @@ def graph_below_autograd(
     derivative is a number of operators. `modes` gives what the forward is to run within.
     """
     own = dict(_tensors_of(model))
-    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    inputs = tensors_in((args, kwargs))
     facts: dict[str, Any] = {}
 
     def run(*_: torch.Tensor) -> list[torch.Tensor]:
@@ -195,7 +196,7 @@ def forward_replaced(model: nn.Module, below: BelowAutograd) -> Iterator[None]:
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensors = dict(_tensors_of(model))
-        inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        inputs = tensors_in((args, kwargs))
         with node_meta.preserve_node_meta():
             results = iter(_Replay(below.module).run(
                 *(tensors[name] for name in below.names), *inputs

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from autopar._compat import FakeTensor, TorchDispatchMode, pytree, without_modes
 from autopar.errors import VerificationError
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import is_inexact
 from autopar.ir.program import Program, without_autocast
 from autopar.ops.devices import CPU, home_of, of_inputs, on_device
@@ -56,8 +57,7 @@ def compare_original(model: nn.Module, program: Program, inputs: Inputs, flops: 
 
     Raises VerificationError with the value that is off the most.
     """
-    input_tensors = [x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)]
-    tensors = [*program.tensors.values(), *input_tensors]
+    tensors = [*program.tensors.values(), *tensors_in(inputs)]
     if 3 * flops > FLOPS or any(x.is_meta or isinstance(x, FakeTensor) for x in tensors):
         return False
     device = of_inputs(model)
@@ -245,7 +245,7 @@ def _draw_in_logical_order(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         operand = operands.get(argument.name)
         if argument.is_write and isinstance(operand, Tensor) and id(operand) in originals:
             originals[id(operand)].copy_(operand)
-    first = next((x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)), None)
+    first = next(iter(tensors_in((args, kwargs))), None)
 
     def as_without_copies(x: Tensor) -> Tensor:
         if id(x) in originals:  # the op writes into this operand and returns it

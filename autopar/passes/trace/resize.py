@@ -41,6 +41,7 @@ from autopar._compat import (
     pytree,
     without_modes,
 )
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import copy_graph
 from autopar.passes.trace.export import StandIns, fake_of, watch_forward
 
@@ -121,7 +122,7 @@ class OperatorCalls(TorchDispatchMode):
             return result
         arguments = tuple(self._described((args, kwargs)))
         result = func(*args, **kwargs)
-        results = (x for x in pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+        results = tensors_in(result)
         if _CHECKS not in func.name():
             func = _LIFTS[0] if func in _LIFTS else func
             self.calls.append(OperatorCall(func, arguments, tuple(map(self._result, results))))
@@ -516,8 +517,7 @@ class _Run:
     # -- nodes that look alike ---------------------------------------------------------------------
     def _operands(self, node: fx.Node) -> list[torch.Tensor]:
         """Return the tensors that a node is given, in order."""
-        leaves = (x for n in node.all_input_nodes for x in pytree.tree_leaves(self.values[n]))
-        return [x for x in leaves if isinstance(x, torch.Tensor)]
+        return [x for n in node.all_input_nodes for x in tensors_in(self.values[n])]
 
     def _places(self, node: fx.Node, becomes: Sequence[OperatorCall]) -> dict[Any, Any]:
         """Return where each tensor of a node's operators comes from, by its name: the place of an

@@ -48,6 +48,7 @@ from autopar._compat import (
     pytree,
     without_torch_functions,
 )
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import copy_graph
 from autopar.ir.program import Program
 from autopar.ops.devices import home_of, of_inputs
@@ -109,7 +110,7 @@ class Record(TorchFunctionMode):
         result = func(*args, **kwargs)
         self._in_experts = False
         with without_torch_functions():
-            results = [v for v in pytree.tree_leaves(result) if isinstance(v, torch.Tensor)]
+            results = tensors_in(result)
             if results or getattr(func, "__name__", "") != "__get__":  # as of a shape: no call
                 self.calls.append((_name(func), operands, *map(self._numbered, results)))
         return result

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autopar._compat import OpOverload, has_kernel, pytree, strict_fake_mode, version_of
+from autopar.ir.containers import tensors_in
 from autopar.ir.graph import is_inexact
 from autopar.ir.sharding_rule import bound
 
@@ -115,8 +116,7 @@ def _drop_idle_detach(graph: fx.Graph, leaves: Collection[fx.Node]) -> None:
 
 def _is_float(node: fx.Node) -> bool:
     """Whether a node gives a tensor that may carry a gradient."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return any(isinstance(v, torch.Tensor) and is_inexact(v.dtype) for v in leaves)
+    return any(is_inexact(value.dtype) for value in tensors_in(node.meta.get("val")))
 
 
 # The rewrites. Each returns the node to put in the place of `node`, or `node` itself.
@@ -383,5 +383,4 @@ def _writes(op: OpOverload, node: fx.Node) -> bool | None:
             op.decompose(*args, **kwargs)  # does nothing where there is nothing to decompose
         except Exception:  # a shape that depends on the data: refused later on, by its line
             return None
-    leaves = pytree.tree_leaves(operands)
-    return any(isinstance(x, torch.Tensor) and version_of(x) > 0 for x in leaves)
+    return any(version_of(x) > 0 for x in tensors_in(operands))

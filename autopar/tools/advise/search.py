@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar._compat import pytree
 from autopar.cost.memory import Budget, Limit, Optimizer
 from autopar.errors import LayoutError, PlanError
+from autopar.ir.containers import tensors_in
 from autopar.ir.dim_roles import expert_atoms
 from autopar.ir.graph import blocks
 from autopar.ir.plan import Plan
@@ -176,7 +176,7 @@ def _candidates(tool: Tool, planning: _Planning) -> Iterator[Degrees | str]:
     stages come last.
     """
     notes = planning.program.annotations
-    tensors = [x for x in pytree.tree_leaves(planning.inputs) if isinstance(x, torch.Tensor)]
+    tensors = tensors_in(planning.inputs)
     tokens = next((x for x in tensors if x.dim() == 2 and not x.is_floating_point()), None)
     batch = 0 if tokens is None or tokens.shape[0] != 1 else 1  # one row has no factor
     if notes is not None and notes.batch is not None:
