@@ -167,7 +167,7 @@ def test_the_store_of_the_default_group(group: dist.ProcessGroup) -> None:
 
 
 @covers("timeout_of", "set_timeout")
-def test_timeouts_of_groups(group: dist.ProcessGroup) -> None:
+def test_a_groups_timeout_is_set_and_read(group: dist.ProcessGroup) -> None:
     other = dist.new_group([0])
     assert _compat.timeout_of(other) != timedelta(seconds=9)
     _compat.set_timeout(other, timedelta(seconds=9))

@@ -63,7 +63,9 @@ def lines(text: str) -> list[str]:
     "training", "troubleshooting",
 )  # fmt: skip
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_of_a_page_print_what_it_says(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks(page.read_text())):

@@ -46,7 +46,7 @@ def test_names_of_one_package_differ_by_more_than_an_ending() -> None:
 
 
 @pytest.mark.parametrize("pair", [("cut", "cuts"), ("cuts", "cutting"), ("fit", "fitted")])
-def test_alike_names(pair: tuple[str, str]) -> None:
+def test_names_that_differ_by_an_ending_are_seen(pair: tuple[str, str]) -> None:
     assert alike(*pair) and not alike("chunk", "chunk_units")
 
 
@@ -210,6 +210,6 @@ def test_a_public_function_is_a_verb_or_what_it_returns() -> None:
         assert not [name for name in functions if name[0] != "_" and is_participle(name)], path
 
 
-def test_words() -> None:
+def test_a_name_is_taken_apart_into_words() -> None:
     assert words("SavedActivations") == ["saved", "activations"]
     assert words("chunk_units") == ["chunk", "units"]

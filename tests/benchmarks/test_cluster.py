@@ -62,7 +62,7 @@ def test_other_rates_are_refused(text):
         read_rate(text)
 
 
-def test_shapes():
+def test_a_shape_is_read_and_checked():
     assert read_shape("2x4") == read_shape("2×4") == (2, 4)
     assert str(Shape(2, 4, 1e8)) == "2×4 at 100mbit" and Shape(2, 4).ranks == 8
     with pytest.raises(ValueError, match="write nodes x ranks"):
@@ -72,7 +72,7 @@ def test_shapes():
             Shape(*sizes)
 
 
-def test_the_command_line():
+def test_options_before_the_command_are_the_clusters():
     options = parse(["--nodes", "3", "--ranks-per-node", "2", "--rate", "1gbit", "--", "a", "--b"])
     assert options.shape == Shape(3, 2, 1e9) and options.command == ["a", "--b"]
 

@@ -129,7 +129,7 @@ def test_copies_may_go_below_the_bound():
 
 
 # -- grids -----------------------------------------------------------------------------------------
-def test_best_grids():
+def test_the_grid_of_fewest_words_is_found():
     assert words.row(words.BY_NAME["3d"], 64, 1).grid == "m=4 n=4 k=4"
     assert words.row(words.BY_NAME["atp"], 64, 1).grid == "d1=8 d2=8"
     assert words.row(words.BY_NAME["2.5d"], 64, 16).grid == "q=4 d=4"

@@ -152,12 +152,12 @@ def test_a_plan_needs_no_values() -> None:
 
 
 # -- verify ----------------------------------------------------------------------------------------
-def test_verify_a_function() -> None:
+def test_verify_takes_a_function() -> None:
     printed = run("verify", "targets:tiny", "--ranks", "8", "--layout", "4d").stdout
     assert "8 ranks equal one" in printed
 
 
-def test_verify_a_saved_plan(tmp_path: Path) -> None:
+def test_verify_takes_a_saved_plan(tmp_path: Path) -> None:
     path = str(tmp_path / "plan.json")
     run("plan", "targets:tiny", "--ranks", "4", "--layout", "megatron", "--save", path)
     printed = run("verify", "targets:tiny", "--layout", path).stdout
@@ -174,7 +174,7 @@ def test_verify_a_saved_plan(tmp_path: Path) -> None:
 @pytest.mark.slow_cells("llama3-8b-megatron")
 @pytest.mark.slow_cells("gpt2-4d:x=2,y=2")
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "4d:x=2,y=2"), ("llama3-8b", "megatron")])
-def test_verify_a_named_model_cut_down(name: str, layout: str) -> None:
+def test_verify_takes_a_named_model_smaller(name: str, layout: str) -> None:
     arguments = ("verify", name, "--ranks", "4", "--layout", layout, "--json")
     facts = json.loads(run(*arguments).stdout)
     assert facts["verified"] is True
@@ -277,7 +277,7 @@ def test_world_json_is_read_where_none_is_named(
         ("3d:2,2,2", Grid3D(2, 2, 2)),
     ],
 )
-def test_layouts_as_text(text: str, layout: Any) -> None:
+def test_a_layout_is_read_as_text(text: str, layout: Any) -> None:
     assert options.read_layout(text) == layout
 
 
@@ -302,7 +302,7 @@ def test_layouts_that_are_none(text: str, message: str) -> None:
     ("name", "billions"),
     [("gpt2", 0.124), ("llama3-8b", 8.03), ("llama3-70b", 70.6), ("llama3-405b", 405.9)],
 )
-def test_published_sizes(name: str, billions: float) -> None:
+def test_named_models_have_their_published_sizes(name: str, billions: float) -> None:
     target = resolve(name, Batch(2, 16), 1)
     assert target.parameters / 1e9 == pytest.approx(billions, rel=0.005)
     assert all(p.is_meta and p.dtype == torch.bfloat16 for p in target.model.parameters())
@@ -353,7 +353,7 @@ def their_name(name: str) -> str:
     return name
 
 
-def test_batches_as_text() -> None:
+def test_a_batch_is_read_as_text() -> None:
     assert Batch.parse("64x4096") == Batch.parse("64 × 4096") == Batch(64, 4096)
     with pytest.raises(TargetError, match="64x4096"):
         Batch.parse("64x4096x2")
@@ -380,7 +380,7 @@ def test_progress_after_two_seconds(
 
 
 @pytest.mark.slow
-def test_python_m_autopar() -> None:
+def test_python_m_autopar_refuses_in_one_line() -> None:
     command = [sys.executable, "-m", "autopar", "plan", "gpt9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

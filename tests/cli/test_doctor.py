@@ -272,7 +272,7 @@ def test_ranks_that_differ_are_named() -> None:
 # -- checks, and what they must find ---------------------------------------------------------------
 @pytest.mark.slow_cells("dtype1")
 @pytest.mark.parametrize("dtype", doctor_kernels.DTYPES)
-def test_kernels(dtype: torch.dtype) -> None:
+def test_attention_kernels_equal_float64(dtype: torch.dtype) -> None:
     session = alone()
     for name in ("MATH", "FLASH_ATTENTION"):
         check = doctor_kernels.kernel(session, name, dtype)
@@ -314,7 +314,7 @@ def test_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.LIMIT == 1e-4
 
 
-def test_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_dropout_mask_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor_kernels.dropout(alone()).fault == ""
     masks = doctor_kernels._masks(alone(), "auto")
     first, _, gradient = masks
@@ -423,7 +423,7 @@ def test_ranks_that_fail_apart_go_on_together(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [("-m", "autopar", "doctor"), ("examples/first_gpu_run.py",)])
-def test_two_real_ranks(script: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_doctor_passes_on_two_ranks(script: tuple[str, ...], tmp_path: Path) -> None:
     path = (str(ROOT / script[0]),) if len(script) == 1 else script
     result = launched(*path, "--out", str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -434,7 +434,7 @@ def test_two_real_ranks(script: tuple[str, ...], tmp_path: Path) -> None:
     assert "doctor.json and doctor.html" in result.stdout
 
 
-def test_dropout_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_dropout_in_attention_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor_kernels.attention(alone()).fault == ""
     monkeypatch.setattr(doctor_kernels, "seed_at", lambda *_: torch.tensor(3))
     assert doctor_kernels.attention(alone()).fault == "two seeds drop alike"

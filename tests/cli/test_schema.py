@@ -88,7 +88,9 @@ def test_a_sweep_without_a_plan_is_one_refusal() -> None:
     hold(Refusal, run("sweep", TINY, *options, status=2).stdout)
 
 
-def test_what_calibrate_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_calibrate_prints_what_its_schema_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     world = World.of(1)
     monkeypatch.setattr(
         calibrate.calibrate_on_ranks, "calibrate_on_ranks", lambda *arguments: world

@@ -81,11 +81,11 @@ def refused_after_table(*options: str) -> str:
         (("--layout", "5d", "--ranks", "2"), "LayoutError: unknown layout '5d'"),
     ],
 )
-def test_bad_options(options: tuple[str, ...], message: str) -> None:
+def test_bad_options_are_refused(options: tuple[str, ...], message: str) -> None:
     assert message in refused("sweep", "targets:tiny", *options)
 
 
-def test_ranks_are_read() -> None:
+def test_lists_of_ranks_are_read() -> None:
     assert read_ranks("8,16, 8") == [8, 16]
     with pytest.raises(WorldError, match="write 64,128,256"):
         read_ranks("8,,16")

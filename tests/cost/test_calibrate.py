@@ -163,7 +163,7 @@ def test_gloos_scatters_are_exchanges_and_a_sum() -> None:
         assert scatter.seconds(size) == pytest.approx(whole.seconds(4 * size) + summing)
 
 
-def test_efficiencies_of_products() -> None:
+def test_measured_matmuls_become_efficiencies() -> None:
     device = replace(CORE, launch_s=1e-6)
     exact = {Matmul(torch.float32, n, n, n): 2 * n**3 / 3e10 + 1e-6 for n in (64, 512)}
     exact[Matmul(torch.float32, 8, 8, 8)] = 2 * 8**3 / 1e9 + 1e-6

@@ -39,7 +39,7 @@ def flat(world: World, digits: Pattern, count: float) -> float:
 
 # -- rings -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("ranks", [2, 3, 8])
-def test_the_ring_formulas(ranks: int) -> None:
+def test_a_ring_takes_bytes_over_bandwidth_and_hops(ranks: int) -> None:
     """One level of 1 GB/s: bytes over bandwidth and hops of latency."""
     world = World((Level(ranks, 1e9, 1e-5),), GPU, "nccl", launch_s=5e-5)
     part, whole = (ranks - 1) / ranks, 10**9

@@ -74,7 +74,7 @@ def test_what_goes_from_block_to_block(model: nn.Module, expected: float) -> Non
     assert border_bytes(program) == expected
 
 
-def test_states_and_gradients() -> None:
+def test_states_and_gradients_are_among_the_least_bytes() -> None:
     model = Chain(linear)
     numbers = sum(p.numel() for p in model.parameters())
     program = annotated(model, (torch.randn(1, WIDTH),))

@@ -123,7 +123,7 @@ def test_a_group_costs_no_more_than_its_axes_one_by_one(kind: str, count: float)
             assert price(world, "a16", "a", kind, count).seconds <= total * (1 + 1e-6)
 
 
-def test_patterns() -> None:
+def test_groups_of_axes_are_patterns_of_count_and_stride() -> None:
     mesh = Mesh.parse("a2.b3.c4")
     assert pattern(mesh, ("b",)) == ((3, 4),)
     assert pattern(mesh, ("c", "b")) == ((12, 1),)

@@ -58,7 +58,7 @@ def test_so_it_is_of_every_case(ranks: int, model: str) -> None:
     _checked(case for case in CASES if (case.ranks, case.model) == (ranks, model))
 
 
-def test_room_in_flight() -> None:
+def test_communication_in_flight_takes_a_twentieth_within_the_limit() -> None:
     """A twentieth of what is held, as far as the limit leaves it."""
     memory = Memory(10.0, 10.0, 20.0, 40.0, 20.0, 100.0)
     assert with_flight(memory, None).peak == 105.0

@@ -112,7 +112,7 @@ def test_reshards_among_letters_cost_what_their_path_does() -> None:
 
 
 @pytest.mark.parametrize("states", [(0, 1, 2), (2, 0, 2, 2, 1), (1, 1)])
-def test_options_and_states(states: tuple[int, ...]) -> None:
+def test_a_joint_state_costs_what_its_cheapest_option_does(states: tuple[int, ...]) -> None:
     """A joint state costs what its cheapest joint option does; an option what its state does."""
     known, generator = (0, 1, 2), np.random.default_rng(0)
     seconds = generator.random((len(states), len(states), 4), np.float32)

@@ -28,7 +28,7 @@ AGAIN = [("fsdp", "gathers"), ("fsdp", "full"), ("megatron-sp", "full")]
 @pytest.mark.parametrize(
     ("layout", "recompute"), [*((layout, "none") for layout in LAYOUTS), *AGAIN], ids=str
 )
-def test_models(layout: Any, recompute: Any, tmp_path: Path) -> None:
+def test_a_timeline_adds_up_to_the_plan(layout: Any, recompute: Any, tmp_path: Path) -> None:
     model, args, _ = models.gpt()
     world = autopar.World.preset("perlmutter", 8)
     plan = autopar.plan(model, world, args, layout=layout, recompute=recompute)

@@ -40,7 +40,9 @@ def test_steps_are_those_of_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["late", "early"])
-def test_all_layouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+def test_steps_of_every_layout_are_those_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
     monkeypatch.setenv("WHEN", when)
     by_task = launched(tmp_path, 4, "layouts", "recomputed", script=SCRIPT, seconds=600)
     assert set(by_task["layouts"]) == set(LAYOUTS)

@@ -58,7 +58,7 @@ def test_trace_prints_the_graph_or_a_part_of_it() -> None:
     assert "blocks_0" not in printed and "blocks_2" not in printed
 
 
-def test_trace_as_facts() -> None:
+def test_trace_prints_nodes_as_facts() -> None:
     whole, part = facts("trace", TARGET), facts("trace", TARGET, "--block", "blocks.1.up")
     (linear,) = [node for node in part["nodes"] if node["function"] == "linear"]
     assert linear in [{**node} for node in whole["nodes"]]

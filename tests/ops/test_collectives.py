@@ -241,7 +241,7 @@ def test_ranks_get_tensors_of_their_own():
     assert [y.tolist() for y in lockstep.run(Mesh.parse("x2"), rank_fn)] == [[1, 1], [2, 2]]
 
 
-def test_64_ranks():
+def test_a_joint_sum_on_64_ranks_is_that_of_each_group():
     mesh = Mesh.parse("a4.b4.z4")
     results = lockstep.run(
         mesh, lambda rank: c.all_reduce(torch.tensor([float(rank)]), ("z", "a"), str(mesh)).item()

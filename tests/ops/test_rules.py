@@ -181,7 +181,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_strategies_in_words(name: str) -> None:
+def test_a_rule_gives_its_golden_strategies(name: str) -> None:
     (case,) = (case for case in CASES if case.name == name)
     strategies = [text(strategy) for strategy in trace(case).strategies("x2")]
     assert strategies == [line.strip() for line in GOLDEN[name].strip().splitlines()]

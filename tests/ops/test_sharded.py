@@ -73,7 +73,7 @@ def test_local_and_global_indices(digits):
 
 @pytest.mark.parametrize("digits", DIGITS)
 @pytest.mark.parametrize("norm", ["layer", "layer without bias", "layer bare", "rms", "rms bare"])
-def test_norms(digits, norm):
+def test_a_split_norm_equals_one_device(digits, norm):
     x = (_random((3, 2, 24), "x") + 5).requires_grad_()
     weight = _random(24, "w").requires_grad_()
     bias = _random(24, "b").requires_grad_()
@@ -122,7 +122,7 @@ def test_rms_norm_takes_torchs_eps_and_norms_reckon_half_in_single():
 @pytest.mark.parametrize("digits", DIGITS)
 @pytest.mark.parametrize("dim", [1, -1])
 @pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_softmaxes(digits, dim, name):
+def test_a_split_softmax_equals_one_device(digits, dim, name):
     shape = (3, 24, 2) if dim == 1 else (3, 2, 24)
     x, dy = (_random(shape, "x") * 30).requires_grad_(), _random(shape, "dy")
 
@@ -141,7 +141,7 @@ def test_softmaxes(digits, dim, name):
 
 @pytest.mark.parametrize("digits", DIGITS)
 @pytest.mark.parametrize("padding_idx", [None, -1, 5])
-def test_embedding(digits, padding_idx):
+def test_a_vocabulary_split_embedding_equals_one_device(digits, padding_idx):
     weight = _random((24, 4), "w").requires_grad_()
     indices = torch.tensor([[0, 5, 5], [23, 7, 16], [8, 5, 0]])
     dy = _random((3, 3, 4), "dy")

@@ -13,7 +13,7 @@ from autopar.passes.overlap.assumptions import aux_output_places
 from launch import launched
 
 
-def test_auxiliary_outputs() -> None:
+def test_logits_that_a_loss_comes_with_are_an_auxiliary_output() -> None:
     model, args, _ = models.gpt()  # returns logits and the loss
     program = autopar.plan(model, 2, args, layout="ddp", smaller=False).context.program
     assert aux_output_places(program) == {0}

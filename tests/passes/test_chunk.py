@@ -237,7 +237,7 @@ CUT: dict[tuple[str, Phase], dict[str, int]] = {
 
 @pytest.mark.slow_cells("4d", "megatron")
 @pytest.mark.parametrize("layout", CASES)
-def test_what_is_cut(layout: str) -> None:
+def test_collectives_between_products_are_cut_and_no_others(layout: str) -> None:
     """Collectives between products; neither those of norms nor gradients, nor what no product of
     the backward waits for.
     """

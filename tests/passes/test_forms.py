@@ -45,7 +45,7 @@ def test_copies_change_no_numbers(copied: tuple[Copied, Copied, Copied], biased:
     torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_the_other_order() -> None:
+def test_the_other_order_holds_the_same_numbers() -> None:
     x = drawn(3, 5)
     assert other_order(x).stride() == (1, 3) and torch.equal(other_order(x), x)
     assert other_order(x.t()).stride() == (3, 1) and torch.equal(other_order(x.t()), x.t())
@@ -125,7 +125,7 @@ def test_forms_come_back_from_their_file(tmp_path: Path) -> None:
     assert again == world and again.device.forms == world.device.forms
 
 
-def test_it_compiles() -> None:
+def test_a_linear_with_copies_compiles() -> None:
     x, weight = drawn(4, 6).requires_grad_(), drawn(8, 6).requires_grad_()
 
     def step(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def test_two_functions_on_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_functions_on_ranks(tmp_path: Path) -> None:
+def test_custom_functions_on_two_ranks_have_their_own_gradients(tmp_path: Path) -> None:
     facts = launched(tmp_path, 2, "functions", script="function_ranks.py", seconds=400)["functions"]
     assert len(facts) == len(KINDS) + 6
     assert {case: error for case, error in facts.items() if not error < 1e-4} == {}

@@ -190,7 +190,7 @@ class Mean(nn.Module):
     ],
     ids=lambda m: type(m).__name__,
 )  # fmt: skip
-def test_left_to_torch(model: nn.Module) -> None:
+def test_writes_that_are_not_followed_are_left_to_torch(model: nn.Module) -> None:
     """Writes that are not followed, regions, and an input by the name of a call."""
     count = 2 if isinstance(model, Mean) else 1
     assert written_functionally(exported((model, (torch.randn(4, 4),) * count, {}))) is None

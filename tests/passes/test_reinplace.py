@@ -95,7 +95,7 @@ def test_either_operand_of_a_sum_will_do() -> None:
     assert replaced(lambda x: x - x.exp()) == []
 
 
-def test_placing_into_zeros() -> None:
+def test_placing_into_zeros_is_in_place() -> None:
     def placed(x: Tensor) -> Tensor:
         return torch.zeros(3, 4).index_copy(0, torch.arange(1), x[:1]) + x
 

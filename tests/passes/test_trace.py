@@ -104,7 +104,7 @@ def test_attention_keeps_its_dropout_rate() -> None:
     assert rate == 0.25
 
 
-def test_composite_operators_survive() -> None:
+def test_composite_operators_stay_whole() -> None:
     counts = targets(traced(models.gpt))
     assert counts[aten.linear.default] == 9
     assert counts[aten.layer_norm.default] == 5

@@ -188,7 +188,7 @@ TABLES = {
 )  # fmt: skip
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("name", TABLES)
-def test_gradients_of_tables(kind: Any, name: str) -> None:
+def test_a_traced_table_has_its_own_gradient(kind: Any, name: str) -> None:
     options = TABLES[name]
     model = kind(12, 8, **options)
     program = trace(model, (IDS,))

@@ -122,7 +122,7 @@ def _suffixes(shape: tuple[int, ...]) -> set[int]:
         ((12, 6), (9, 8), "12! 6!", "9! 8!"),
     ],
 )
-def test_known_views(
+def test_factors_of_known_views(
     source: tuple[int, ...], target: tuple[int, ...], left: str, right: str
 ) -> None:
     """Factors by their sizes, ! where no axis may split one."""

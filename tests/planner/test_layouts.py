@@ -151,7 +151,7 @@ def _names() -> list[Any]:
     "*-16-*", "gpt-4-megatron-sp", "gpt-8-2.5d", "gpt-8-atp", "gpt2*", "llama-*", "t5*",
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "ranks", "layout"), _names())
-def test_named_layouts(name: str, ranks: int, layout: str) -> None:
+def test_a_named_layout_equals_one_device(name: str, ranks: int, layout: str) -> None:
     holds(name, ranks, layout)
 
 
@@ -199,7 +199,7 @@ def _grids(grids: list[tuple[int, Layouts]], variant: str = "") -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "ranks", "grid"), [*_grids(GRIDS), *_grids(IN_THREES, " in threes")], ids=str
 )
-def test_grids(name: str, ranks: int, grid: Layouts) -> None:
+def test_a_grid_equals_one_device(name: str, ranks: int, grid: Layouts) -> None:
     holds(name, ranks, grid)
 
 
@@ -223,7 +223,7 @@ def test_chains_on_64_ranks(name: str, grid: Layouts) -> None:
 
 @pytest.mark.parametrize("layout", [Grid2D(2, 2), Grid4D(2, 2, 2, 1), Grid3D(2, 2, 2), "megatron"])
 @pytest.mark.parametrize("name", ["even_chain", "odd_chain"])
-def test_chains(name: str, layout: Layouts) -> None:
+def test_a_chain_of_linears_equals_one_device(name: str, layout: Layouts) -> None:
     holds(name, 4 if layout == Grid2D(2, 2) else 8, layout)
 
 
@@ -270,7 +270,7 @@ def test_panels_come_twice_where_gathers_are_saved() -> None:
 @pytest.mark.slow_cells("gpt")
 @pytest.mark.slow_cells("llama")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_25d_without_panels(name: str) -> None:
+def test_25d_without_panels_equals_one_device(name: str) -> None:
     holds(name, 8, Grid25D(2, 2, panels=False))
 
 
@@ -285,7 +285,7 @@ HYBRIDS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.slow_cells("1", "2", "3")
 @pytest.mark.parametrize(("ranks", "layout"), HYBRIDS, ids=[str(number) for number in range(4)])
-def test_hybrids(ranks: int, layout: dict[str, Any]) -> None:
+def test_a_hybrid_layout_equals_one_device(ranks: int, layout: dict[str, Any]) -> None:
     holds("gpt", ranks, layout)
 
 

@@ -242,7 +242,7 @@ TITAN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("degrees", expressible("torchtitan"), ids=str)
-def test_torchtitan(degrees: Degrees) -> None:
+def test_torchtitan_takes_the_config_that_is_written(degrees: Degrees) -> None:
     job = tomllib.loads(TOOLS["torchtitan"].write(degrees))
     for table, options in job.items():
         for name, value in options.items():
@@ -283,7 +283,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 
 @pytest.mark.parametrize("degrees", expressible("megatron"), ids=str)
-def test_megatron(degrees: Degrees) -> None:
+def test_megatron_takes_the_options_that_are_written(degrees: Degrees) -> None:
     words = TOOLS["megatron"].write(degrees).replace("\\\n", " ").split()
     options = megatron_parser().parse_args(words)
     assert options.tensor_model_parallel_size == degrees.tensor
@@ -303,7 +303,7 @@ def test_megatron(degrees: Degrees) -> None:
 
 
 @pytest.mark.parametrize("degrees", expressible("deepspeed"), ids=str)
-def test_deepspeed(degrees: Degrees) -> None:
+def test_deepspeed_takes_the_config_that_is_written(degrees: Degrees) -> None:
     config = json.loads(TOOLS["deepspeed"].write(degrees))
     zero, tensor = config["zero_optimization"], config.get("tensor_parallel", {"autotp_size": 1})
     # deepspeed.ai, "Automatic Tensor Parallelism (Training)": ZeRO 0, 1 and 2 alone
@@ -334,7 +334,9 @@ def test_accelerate(degrees: Degrees, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("degrees", expressible("transformers"), ids=str)
-def test_transformers(degrees: Degrees, tmp_path: Path) -> None:
+def test_transformers_takes_the_arguments_that_are_written(
+    degrees: Degrees, tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
     parallel = pytest.importorskip("accelerate.parallelism_config")
     values = json.loads(TOOLS["transformers"].write(degrees))

@@ -19,7 +19,7 @@ def facts_of(folder: Path, library: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_accelerate(tmp_path: Path) -> None:
+def test_accelerate_trains_a_parallel_model_as_one_device_does(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     facts = facts_of(tmp_path, "accelerate")
     assert facts["losses"] == pytest.approx(facts["one device"], rel=1e-5)
@@ -30,7 +30,7 @@ def test_accelerate(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_fabric(tmp_path: Path) -> None:
+def test_fabric_trains_and_goes_on_from_a_checkpoint_as_one_device_does(tmp_path: Path) -> None:
     pytest.importorskip("lightning_fabric")
     facts = facts_of(tmp_path, "fabric")
     assert facts["losses"] == pytest.approx(facts["one device"], rel=1e-5)

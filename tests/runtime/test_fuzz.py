@@ -43,7 +43,7 @@ def test_there_are_fifty_fixed_cases() -> None:
 
 @pytest.mark.slow_cells("0", "10", "15", "20", "25", "30", "35", "40", "45", "5")
 @pytest.mark.parametrize("place", range(0, 50, 5))
-def test_fixed_cases(team: Team, place: int) -> None:
+def test_fixed_cases_equal_one_device(team: Team, place: int) -> None:
     for line in FIXED[place : place + 5]:
         result = team.run(Task(Case.parse(line), 1), TIMEOUT_S)
         assert result.kind == "ok", f"{line}: {result.kind} {result.said}"
@@ -52,7 +52,7 @@ def test_fixed_cases(team: Team, place: int) -> None:
 @pytest.mark.slow_cells("dropout drawn twice")
 @pytest.mark.slow_cells("a table that outgrows memory")
 @pytest.mark.parametrize("name", MENDED)
-def test_mended_cases(team: Team, name: str) -> None:
+def test_mended_cases_are_right_or_refused(team: Team, name: str) -> None:
     """Right, or refused by name; never a wrong number, an error of Python's, a hang."""
     result = team.run(Task(Case.parse(MENDED[name]), 1), TIMEOUT_S)
     assert result.kind in ("ok", "refused"), f"{result.kind} {result.said}"

@@ -19,7 +19,7 @@ from timeline_files import check_timeline_file
 
 
 @pytest.mark.slow
-def test_real_ranks(tmp_path: Path) -> None:
+def test_a_measured_timeline_names_what_was_sent(tmp_path: Path) -> None:
     tasks = ["fsdp in-order", "4d overlapped"]
     by_task = launched(tmp_path, 4, *tasks, "one_fails", script="timeline_ranks.py")
     for task in tasks:

@@ -83,7 +83,7 @@ def test_a_buffer_that_the_graph_writes_otherwise_is_found() -> None:
 @pytest.mark.slow_cells("dtype0-llama", "dtype1-gpt2", "dtype1-llama")
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_false_alarm(name: str, dtype: torch.dtype) -> None:
+def test_a_right_trace_is_not_refused(name: str, dtype: torch.dtype) -> None:
     model, args, kwargs = getattr(models, name)()
     model = model.to(dtype)
     program = trace.trace(model, args, kwargs)

@@ -68,7 +68,7 @@ def cells() -> Iterator[Any]:
     "llama-4-megatron", "t5-16-*", "t5-4-auto", "t5-4-ddp", "t5-4-fsdp", "t5-4-megatron",
 )  # fmt: skip
 @pytest.mark.parametrize(("name", "ranks", "layout"), cells())
-def test_parity(name: str, ranks: int, layout: str) -> None:
+def test_a_layout_equals_one_device(name: str, ranks: int, layout: str) -> None:
     holds(name, ranks, layout)
 
 
@@ -83,7 +83,7 @@ def test_parity(name: str, ranks: int, layout: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", MORE_MODELS)
-def test_parity_of_more_models(name: str, ranks: int, layout: str) -> None:
+def test_a_layout_of_more_models_equals_one_device(name: str, ranks: int, layout: str) -> None:
     holds(name, ranks, layout)
 
 
@@ -100,7 +100,7 @@ def test_parity_of_layouts_of_the_literature(name: str, layout: str) -> None:
 )  # fmt: skip
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt", "gpt2", "bert", "t5"])
-def test_parity_with_dropout(name: str, layout: str) -> None:
+def test_dropout_under_a_layout_equals_one_device(name: str, layout: str) -> None:
     """In train mode, at a rate of 0.2: what is dropped does not depend on the layout."""
     holds(name, 4, layout, dropout=0.2)
 

@@ -23,7 +23,7 @@ class Sum(nn.Module):
 @pytest.mark.slow_cells("2")
 @pytest.mark.slow_cells("1")
 @pytest.mark.parametrize("count", [1, 2])
-def test_alone(count: int) -> None:
+def test_one_rank_releases_the_original_model(count: int) -> None:
     norm: type[nn.Module] = nn.BatchNorm1d if count == 1 else nn.LayerNorm
     model, x = nn.Sequential(nn.Linear(8, 16), norm(16), nn.Linear(16, 8), Sum()), torch.ones(4, 8)
     storages = [weakref.ref(t.untyped_storage()) for t in (*model.parameters(), *model.buffers())]

@@ -186,7 +186,7 @@ def test_models_of_transformers_in_stages(
 
 
 @pytest.mark.slow
-def test_experts_in_stages() -> None:
+def test_experts_in_stages_equal_one_device() -> None:
     model, args, inputs = mixtral(layers=2)
     layout = Stages(2, GridEP(expert=2))
     autopar.verify(model, 4, inputs or args, layout, microbatches=2)

@@ -116,7 +116,7 @@ def test_the_contract_refuses_a_view_in_doubt() -> None:
         ((4, 2, 3), (2, 8, 1), True),
     ],
 )
-def test_what_shares_memory(size: Any, stride: Any, overlap: bool) -> None:
+def test_overlapping_memory_is_seen(size: Any, stride: Any, overlap: bool) -> None:
     assert _overlaps(torch.zeros(64).as_strided(size, stride)) is overlap
 
 

@@ -288,7 +288,7 @@ def test_no_nvlink_without_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert World.of(2).device.memory_bytes_per_s == 2039e9
 
 
-def test_names_of_drivers() -> None:
+def test_a_gpu_is_known_by_its_drivers_name() -> None:
     names = {
         "NVIDIA GH200 120GB": "GH200", "NVIDIA GB200": "GB200", "NVIDIA B200": "B200",
         "NVIDIA H100 PCIe": "H100 PCIe", "NVIDIA A100-SXM4-40GB": "A100", "Tesla T4": "T4",
