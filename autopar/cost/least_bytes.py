@@ -61,7 +61,7 @@ def border_bytes(program: Program) -> float:
     least: dict[fx.Node, float] = {}  # by origin
     begun = {""}  # blocks of which a node has come, and what is no block
     for node in program.module.graph.nodes:
-        source = _copied(node)
+        source = _copied_operand(node)
         origin = origins[node] = node if source is None else origins[source]
         if node.op != "call_function":
             continue
@@ -92,7 +92,7 @@ def _saved_copies(node: fx.Node, block: str, saved_of: SavedActivationsByNode) -
                 continue
             if _saves(saved_of(user), user, chain[-1]):
                 yield from chain
-            elif _copied(user) is not None:
+            elif _copied_operand(user) is not None:
                 pending.append([*chain, user])
 
 
@@ -104,7 +104,7 @@ def _saves(saved: SavedActivations, node: fx.Node, operand: fx.Node) -> bool:
     return saved.inside_bytes >= sum(_bytes(each) for each in operands if each is not None)
 
 
-def _copied(node: fx.Node) -> fx.Node | None:
+def _copied_operand(node: fx.Node) -> fx.Node | None:
     """Return the one operand of a node whose one result has as many numbers; None for others."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return None

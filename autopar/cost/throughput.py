@@ -58,7 +58,10 @@ def throughput(plan: Plan, inputs: Any, seconds: float | None = None) -> Through
     ideal_seconds = plan.microbatches * _ideal_seconds(plan.context.source, device)
     ideal_seconds /= plan.ranks
     return Throughput(
-        count / step, unit, ideal_seconds / step, _off(device) if seconds is None else None
+        count / step,
+        unit,
+        ideal_seconds / step,
+        _published_error(device) if seconds is None else None,
     )
 
 
@@ -91,6 +94,6 @@ def _ideal_seconds(program: Program, device: Device) -> float:
     return total
 
 
-def _off(device: Device) -> float | None:
+def _published_error(device: Device) -> float | None:
     """Return the mean error that benchmarks.model.published found for this nominal device."""
     return OFF_PUBLISHED.get(device.name) if GPUS.get(device.name) == device else None

@@ -110,13 +110,13 @@ class DeepModel:
         number `more`. It is the program itself where it has no runs.
         """
         if more not in self._shorter:
-            self._shorter[more] = self._left(set() if more is None else {more})
+            self._shorter[more] = self._shortened(set() if more is None else {more})
         return self._shorter[more]
 
     @cached_property
     def longer(self) -> Program:
         """The shorter program with a few units more of every run."""
-        return self._left(set(range(len(self.runs))))
+        return self._shortened(set(range(len(self.runs))))
 
     def full_plan(self, plan: Plan) -> Plan:
         """Return a plan for the full program from one for `longer`: blocks that are left out get
@@ -124,7 +124,9 @@ class DeepModel:
         """
         if not self.runs:
             return plan
-        stands = {n.name: twin.name for n, twin in self._stands(set(range(len(self.runs)))).items()}
+        stands = {
+            n.name: twin.name for n, twin in self._stand_ins(set(range(len(self.runs)))).items()
+        }
         names = [node.name for node in self.program.module.graph.nodes]
         pairs = [(name, stands.get(name, name)) for name in names]
         copies = _copies(plan)
@@ -135,10 +137,10 @@ class DeepModel:
             copies={(n, i): at for n, own in pairs for i, at in copies.get(own, ())},
         )
 
-    def _left(self, more: set[int]) -> Program:
+    def _shortened(self, more: set[int]) -> Program:
         if not self.runs:
             return self.program
-        stands = self._stands(more)
+        stands = self._stand_ins(more)
         key = self.program.module, frozenset(stands.items())
         gone = {node.name for node in stands}
         if key not in self._modules:
@@ -148,9 +150,9 @@ class DeepModel:
                 _module_without(self.program.module, stands),
                 dataclasses.replace(signature, inputs=inputs),
             )
-        return _without(self.program, *self._modules[key], gone)
+        return _without_nodes(self.program, *self._modules[key], gone)
 
-    def _stands(self, more: set[int]) -> dict[fx.Node, fx.Node]:
+    def _stand_ins(self, more: set[int]) -> dict[fx.Node, fx.Node]:
         """Return the nodes that are left out, each with the node that stands for it."""
         stands: dict[fx.Node, fx.Node] = {}
         for index, run in enumerate(self.runs):
@@ -221,7 +223,7 @@ def _module_without(module: fx.GraphModule, stands: Mapping[fx.Node, fx.Node]) -
     return LazyGraphModule(module, graph)
 
 
-def _without(
+def _without_nodes(
     program: Program, module: fx.GraphModule, signature: Signature, gone: Set[str]
 ) -> Program:
     """Return the program with its module and signature without these nodes."""
@@ -231,11 +233,11 @@ def _without(
         module=module,
         signature=signature,
         chains=chains,
-        plan=_planned(program.plan, module.graph),
+        plan=_plan_of_rest(program.plan, module.graph),
     )
 
 
-def _planned(plan: Plan | None, graph: fx.Graph) -> Plan | None:
+def _plan_of_rest(plan: Plan | None, graph: fx.Graph) -> Plan | None:
     """Return the plan restricted to the nodes that are left."""
     if plan is None:
         return None

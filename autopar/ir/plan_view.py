@@ -77,7 +77,7 @@ def table(plan: Plan) -> PrintedTable:
             *_gap(plan),
             *(f"not split: {escape(reason)}" for reason in plan.unsplit),
             *(escape(f"{what} again in the backward: {names}") for names, what in plan.dropped),
-            *_as_fast(plan),
+            *_smaller_world(plan),
             *(escape(line) for line in (*plan.notes, *plan.changed_figures)),
         ]
     )
@@ -120,7 +120,7 @@ def _gap(plan: Plan) -> list[str]:
     if not plan.bound or not plan.mesh.axes:
         return []
     several = f" on {len(plan.meshes)} meshes" if len(plan.meshes) > 1 else ""
-    less = f"the fastest plan{several}{_knowing(plan)} takes at most {plan.gap:.2%} less"
+    less = f"the fastest plan{several}{_memory_text(plan)} takes at most {plan.gap:.2%} less"
     if plan.gap < 1e-6:
         less = f"no plan{several} takes less"
     if plan.overlapped is None:
@@ -129,7 +129,7 @@ def _gap(plan: Plan) -> list[str]:
     return [f"gap: {step}; {less}"]
 
 
-def _knowing(plan: Plan) -> str:
+def _memory_text(plan: Plan) -> str:
     """Return in words whether the bound holds within the memory limit or without any."""
     if plan.limit is None:
         return ""
@@ -138,7 +138,7 @@ def _knowing(plan: Plan) -> str:
     return " within this memory" if within else " of unlimited memory"
 
 
-def _as_fast(plan: Plan) -> list[str]:
+def _smaller_world(plan: Plan) -> list[str]:
     """Return the line on a smaller world that would be as fast, if there is one."""
     if plan.smaller is None:
         return []

@@ -69,7 +69,7 @@ def difference(before: fx.GraphModule, after: fx.GraphModule) -> str:
     """Return the lines that differ between two graphs of one model, "-" what was and "+" what is,
     below the subgraph that they belong to; "" where none does.
     """
-    first, second = (list(_headed(listing(module))) for module in (before, after))
+    first, second = (list(_lines_with_headline(listing(module))) for module in (before, after))
     matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
     lines: list[str] = []
     head = ""
@@ -87,7 +87,7 @@ def difference(before: fx.GraphModule, after: fx.GraphModule) -> str:
     return "\n".join(lines) + "\n" if lines else ""
 
 
-def _headed(text: str) -> Iterator[tuple[str, str]]:
+def _lines_with_headline(text: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a listing, each with the headline that it stands below."""
     head = ""
     for line in text.splitlines():

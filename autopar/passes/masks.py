@@ -385,15 +385,15 @@ def _compared(name: str, left: _Vector, right: _Vector) -> list[Band | _Pair]:
     if left.side == _KEY or right.side == _QUERY:
         raise _NotDescribed  # both are numbers of the queries, or of the keys
     if left.constant is not None and right.constant is not None:
-        if _always(name, left.constant + left.offset, right.constant + right.offset):
+        if _holds_everywhere(name, left.constant + left.offset, right.constant + right.offset):
             return []
-        starts = _start(left), _start(right)
+        starts = _start_of_count(left), _start_of_count(right)
         if starts[0] is not None and starts[1] is not None and name != "ne":
             return [_band(name, starts[0], starts[1])]
     return [_Pair(name, left, right)]
 
 
-def _always(name: str, left: Tensor, right: Tensor) -> bool:
+def _holds_everywhere(name: str, left: Tensor, right: Tensor) -> bool:
     """Whether a comparison holds of every two of these numbers."""
     low, high = (left.min(), left.max()), (right.min(), right.max())
     match name:
@@ -406,7 +406,7 @@ def _always(name: str, left: Tensor, right: Tensor) -> bool:
     return bool(low[1] < high[0] or low[0] > high[1])
 
 
-def _start(vector: _Vector) -> int | None:
+def _start_of_count(vector: _Vector) -> int | None:
     """Return s of a vector s, s + 1, s + 2, …; None of others."""
     values = vector.constant
     if vector.side is None or values is None or len(values) > 1 or values.is_floating_point():
@@ -521,7 +521,7 @@ def _replace(graph: fx.Graph, node: fx.Node, description: _Description) -> None:
             node.replace_all_uses_with(new)
     keep = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
     node.kwargs = keep
-    for new in _between(last, node):
+    for new in _nodes_between(last, node):
         new.meta = {**{k: v for k, v in node.meta.items() if k != "val"}, **new.meta}
 
 
@@ -533,7 +533,7 @@ def _pays_in_blocks(band: Band, queries: int, keys: int) -> bool:
     return in_blocks < 1 + ATTENTION_BACKWARD or queries * keys >= _LARGE
 
 
-def _between(last: fx.Node, node: fx.Node) -> list[fx.Node]:
+def _nodes_between(last: fx.Node, node: fx.Node) -> list[fx.Node]:
     """Return the nodes after one and before another."""
     nodes, cursor = [], last.next
     while cursor is not node:

@@ -291,11 +291,15 @@ class _Spread:
         wrong: set[int] = set()
         for atom in {pad.atom for pads in self._all_pads(node) for pad in pads}:
             own = {f for f, atoms in factors.items() if any(a.number == atom for a in atoms)}
-            if not own or not self._is_known(node, rule) or not self._takes(node, rule, atom, own):
+            if (
+                not own
+                or not self._is_known(node, rule)
+                or not self._may_take(node, rule, atom, own)
+            ):
                 wrong.add(atom)
         return wrong
 
-    def _takes(self, node: fx.Node, rule: OpShardingRule, atom: int, padded: set[str]) -> bool:
+    def _may_take(self, node: fx.Node, rule: OpShardingRule, atom: int, padded: set[str]) -> bool:
         """Whether a node may take an atom with padding, which is in these of its factors."""
         if atom in self.tokens:
             return self._keeps_tokens(node, rule, padded)
@@ -532,17 +536,17 @@ class _Padding:
         """Return the node that has a value with its padding, made of zeros before `before`."""
         value = producer(node)
         if value not in self.padded:
-            self.padded[value] = padded = self._remade(node, before, value, True)
+            self.padded[value] = padded = self._padded_or_sliced(node, before, value, True)
             self.spread.note((padded.name, 0), self.spread.atoms(value))
         return self.padded[value]
 
     def _without_padding(self, node: fx.Node, before: fx.Node) -> fx.Node:
         value = producer(node)
         if value not in self.plain:
-            self.plain[value] = self._remade(self.padded[value], before, value, False)
+            self.plain[value] = self._padded_or_sliced(self.padded[value], before, value, False)
         return self.plain[value]
 
-    def _remade(self, node: fx.Node, before: fx.Node, value: Value, add: bool) -> fx.Node:
+    def _padded_or_sliced(self, node: fx.Node, before: fx.Node, value: Value, add: bool) -> fx.Node:
         """Return a value padded or sliced, dim by dim."""
         with self.graph.inserting_before(before):
             for pad in self.spread.pads(value):
@@ -551,29 +555,29 @@ class _Padding:
                 dim, around = pad.dim, (shape[: pad.dim], shape[pad.dim + 1 :])
                 if cut:
                     digits = [pad.outer, pad.size if add else pad.padded, pad.inner]
-                    node = self._new(
+                    node = self._add_call(
                         before, aten.reshape.default, node, [*around[0], *digits, *around[1]]
                     )
                     dim += 1
                 if add and pad.atom in self.spread.rows:
                     copies = (aten.slice.Tensor, node, dim, 0, pad.padded - pad.size)
-                    node = self._new(
-                        before, aten.cat.default, [node, self._new(before, *copies)], dim
+                    node = self._add_call(
+                        before, aten.cat.default, [node, self._add_call(before, *copies)], dim
                     )
                 elif add:
                     behind = len(node.meta["val"].shape) - 1 - dim
                     amounts = [0, 0] * behind + [0, pad.padded - pad.size]
-                    node = self._new(before, aten.constant_pad_nd.default, node, amounts, 0.0)
+                    node = self._add_call(before, aten.constant_pad_nd.default, node, amounts, 0.0)
                 else:
-                    node = self._new(before, aten.slice.Tensor, node, dim, 0, pad.size)
+                    node = self._add_call(before, aten.slice.Tensor, node, dim, 0, pad.size)
                 if cut:
                     size = pad.outer * (pad.padded if add else pad.size) * pad.inner
-                    node = self._new(
+                    node = self._add_call(
                         before, aten.reshape.default, node, [*around[0], size, *around[1]]
                     )
         return node
 
-    def _new(self, near: fx.Node, target: Any, *arguments: Any, **more: Any) -> fx.Node:
+    def _add_call(self, near: fx.Node, target: Any, *arguments: Any, **more: Any) -> fx.Node:
         node = add_call(self.graph, target, arguments, more)
         for key in ("nn_module_stack", "stack_trace"):
             if key in near.meta:
@@ -648,7 +652,7 @@ class _Padding:
         by_name = {a.name for a in node.target._schema.arguments if a.kwarg_only}
         args = [value for name, value in values.items() if name not in by_name]
         with self.graph.inserting_before(node):
-            losses = self._new(node, node.target, *args, **{n: values[n] for n in by_name})
+            losses = self._add_call(node, node.target, *args, **{n: values[n] for n in by_name})
         (dims,) = TABLE[node.target](losses).results
         factors = notes.factors[node.name]
         self.spread.note((losses.name, 0), [[a for f in dim for a in factors[f]] for dim in dims])
@@ -671,15 +675,15 @@ class _Padding:
                     whole.new_empty((pad.padded,), dtype=torch.int64),
                     {"device": whole.device},
                 )
-                copies = self._new(node, aten.ge.Scalar, index, pad.size)
+                copies = self._add_call(node, aten.ge.Scalar, index, pad.size)
                 digits = [pad.outer, pad.padded, pad.inner]
                 if pad.outer > 1 or pad.inner > 1:
-                    copies = self._new(node, aten.reshape.default, copies, [1, pad.padded, 1])
-                    copies = self._new(node, aten.expand.default, copies, digits)
+                    copies = self._add_call(node, aten.reshape.default, copies, [1, pad.padded, 1])
+                    copies = self._add_call(node, aten.expand.default, copies, digits)
                 shape = [1] * whole.dim()
                 shape[pad.dim] = math.prod(digits)
-                copies = self._new(node, aten.reshape.default, copies, shape)
-                masked = self._new(node, aten.masked_fill.Scalar, masked, copies, number)
+                copies = self._add_call(node, aten.reshape.default, copies, shape)
+                masked = self._add_call(node, aten.masked_fill.Scalar, masked, copies, number)
                 self.spread.note((masked.name, 0), self.spread.atoms(value))
         node.replace_input_with(operand, masked)
 

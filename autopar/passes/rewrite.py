@@ -214,14 +214,14 @@ class _Rewriter:
         new.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         shape = shape_of(value_of(node))
         wanted = None if uneven else self.inputs.get(node.name)
-        layout = self.plan.stored.get(node.name) or wanted or self._all(shape, R)
+        layout = self.plan.stored.get(node.name) or wanted or self._uniform_layout(shape, R)
         self.dtypes[node.name] = value_of(node).dtype
         if uneven:
             shape = unpadded_shape(shape, self.source.pads(node.name))
             self.layouts[node.name] = Layout(self.mesh, shape, layout.states)
             self.unfilled[node.name] = new, layout
             return
-        self._born((node.name, 0), layout, new)
+        self._record_origin((node.name, 0), layout, new)
         self.layouts[node.name] = layout
 
     def _fill_up(self, node: fx.Node) -> None:
@@ -233,7 +233,7 @@ class _Rewriter:
             new = self.graph.call_function(aten.cat.default, ([new, copies], pad.dim))
             for each in (copies, new):
                 self._describe(each, node, layout)
-        self._born((node.name, 0), layout, new)
+        self._record_origin((node.name, 0), layout, new)
 
     def _coordinate(self, axis: str) -> fx.Node:
         entry = Input("coordinate", f"coordinate_{axis}", axis)
@@ -274,10 +274,10 @@ class _Rewriter:
             for index, layout in enumerate(choice.results):
                 item = self.graph.call_function(operator.getitem, (new, index))
                 self._describe(item, node, layout)
-                self._born((node.name, index), layout, item)
+                self._record_origin((node.name, index), layout, item)
         else:
             assert len(values) == 1
-            self._born((node.name, 0), choice.results[0], new)
+            self._record_origin((node.name, 0), choice.results[0], new)
 
     def _emit(
         self, node: fx.Node, operands: Any, layouts: Any, results: tuple[Layout, ...]
@@ -313,7 +313,7 @@ class _Rewriter:
         tensors = (v for v in results_of(node) if isinstance(v, torch.Tensor))
         new.meta["dtype"] = next((v.dtype for v in tensors), torch.float32)
 
-    def _plain(self, value: Value, layout: Layout) -> Layout:
+    def _without_invariant(self, value: Value, layout: Layout) -> Layout:
         """Rename I to R where no gradient flows: the two are the same state there."""
         if value in self.notes.gradient or not layout.axes_of("I"):
             return layout
@@ -323,22 +323,22 @@ class _Rewriter:
     def _value(self, node: fx.Node, layout: Layout) -> fx.Node:
         """Return this value in this layout, emitted where it is not there yet."""
         value = producer(node)
-        layout = self._plain(value, layout)
+        layout = self._without_invariant(value, layout)
         if value in self.native:
-            return self._converted(value, layout)
+            return self._reshard_value(value, layout)
         return self._free(node, layout)
 
-    def _make(self, value: Value, layout: Layout, node: fx.Node) -> None:
+    def _record(self, value: Value, layout: Layout, node: fx.Node) -> None:
         self.resharded[value, layout] = node
         node.meta["value"] = value
 
-    def _born(self, value: Value, layout: Layout, node: fx.Node) -> None:
+    def _record_origin(self, value: Value, layout: Layout, node: fx.Node) -> None:
         """Record a value in the layout in which it is first made."""
-        self.native[value] = self._plain(value, layout)
-        self._make(value, self.native[value], node)
+        self.native[value] = self._without_invariant(value, layout)
+        self._record(value, self.native[value], node)
 
     # -- reshards ----------------------------------------------------------------------------------
-    def _converted(self, value: Value, layout: Layout) -> fx.Node:
+    def _reshard_value(self, value: Value, layout: Layout) -> fx.Node:
         """Return the value, resharded from where it was made or from its copy in the plan."""
         if (value, layout) in self.resharded:
             return self.resharded[value, layout]
@@ -346,7 +346,7 @@ class _Rewriter:
             self.wishes.setdefault(value[0], []).append(layout)
         sources = [self.native[value]]
         if value in self.plan.copies:
-            sources.append(self._plain(value, self.plan.copies[value]))
+            sources.append(self._without_invariant(value, self.plan.copies[value]))
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
         element = self.source.element(value, size)
         best = min(
@@ -368,7 +368,7 @@ class _Rewriter:
                 )
                 self._describe(node, self.nodes[value[0]], step.after)
                 node.meta.update(step=step, element=element)
-                self._make(value, step.after, node)
+                self._record(value, step.after, node)
         return self.resharded[value, target]
 
     # -- values without a layout of their own ------------------------------------------------------
@@ -392,21 +392,21 @@ class _Rewriter:
                 for n, operand_layout in zip(operands_of(source), operand_layouts, strict=True)
             ]
             result_layouts = tuple(
-                reached if index == value[1] else self._all(shape_of(v), R)
+                reached if index == value[1] else self._uniform_layout(shape_of(v), R)
                 for index, v in enumerate(results)
             )
             new = self._emit(source, operands, operand_layouts, result_layouts)
             if not isinstance(value_of(source), list | tuple):
-                self._make(value, reached, new)
+                self._record(value, reached, new)
             else:  # without a split, the other results are unsharded too: one call for all
                 unsharded = not reached.axes_of("S")
                 for index in range(len(result_layouts)) if unsharded else (value[1],):
                     item = self.graph.call_function(operator.getitem, (new, index))
                     self._describe(item, source, result_layouts[index])
-                    self._make((source.name, index), result_layouts[index], item)
+                    self._record((source.name, index), result_layouts[index], item)
         return self._walk(value, reached, layout, Element(results[value[1]].dtype.itemsize, 0))
 
-    def _all(self, shape: tuple[int, ...], state: State) -> Layout:
+    def _uniform_layout(self, shape: tuple[int, ...], state: State) -> Layout:
         return Layout(self.mesh, shape, (state,) * len(self.mesh.axes))
 
     # -- outputs -----------------------------------------------------------------------------------
@@ -419,7 +419,9 @@ class _Rewriter:
                 continue
             node = self.nodes[output.node]
             self.chain = chain_name(node)
-            layout = self.plan.outputs.get(str(number)) or self._all(shape_of(value_of(node)), R)
+            layout = self.plan.outputs.get(str(number)) or self._uniform_layout(
+                shape_of(value_of(node)), R
+            )
             new = self._value(node, layout)
             returned.append(new)
             self.outputs.append(dataclasses.replace(output, node=new.name))

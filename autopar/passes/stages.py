@@ -70,7 +70,7 @@ def cut(program: Program, firsts: Sequence[str]) -> tuple[Stage, ...]:
             f"stages: the input {fed[0]} requires a gradient, which no stage sends back: detach "
             "it, or plan without stages"
         )
-    home, stage_of = _homes(program, firsts), _stage_of_blocks(program, firsts)
+    home, stage_of = _stages_of_nodes(program, firsts), _stage_of_blocks(program, firsts)
     count = len(firsts) + 1
     trains = any(e.trainable for e in program.signature.inputs if e.kind == "parameter")
     graph = program.module.graph
@@ -117,7 +117,7 @@ def check(program: Program, stages: Sequence[Stage]) -> None:
     """The contract: a value of parameters and inputs is computed in one stage, what a stage
     receives is what the one before sends, and every result is returned once.
     """
-    flowing = {node.name for node in _flowing(program)}
+    flowing = {node.name for node in _nodes_of_step(program)}
     computed = [
         node.name
         for stage in stages
@@ -158,7 +158,7 @@ def slice_borders(program: Program, firsts: Sequence[str]) -> Program:
     graph.output_node().meta = dict(program.module.graph.output_node().meta)
     module = fx.GraphModule(program.module, graph, class_name="Parallel")
     emitter = _Slices(dataclasses.replace(program, module=module))
-    home = _homes(emitter.source, firsts)
+    home = _stages_of_nodes(emitter.source, firsts)
     borders = dict.fromkeys(itertools.chain.from_iterable(_borders(home, len(firsts) + 1)))
     sliced = {node: _in_slices(node.meta["layout"]) for node in borders}
     order = {node: place for place, node in enumerate(graph.nodes)}
@@ -306,7 +306,7 @@ def seconds_by_block(graph: fx.Graph, seconds: Mapping[str, float]) -> dict[str,
 
 
 # -- where a node is computed ----------------------------------------------------------------------
-def _flowing(program: Program) -> list[fx.Node]:
+def _nodes_of_step(program: Program) -> list[fx.Node]:
     """Return the nodes that follow from parameters and from what is new in every step, in order."""
     kinds = {e.node: e.kind for e in program.signature.inputs}
     trained, fresh = set[fx.Node](), set[fx.Node]()
@@ -321,13 +321,13 @@ def _flowing(program: Program) -> list[fx.Node]:
     return [n for n in program.module.graph.nodes if n in trained and n in fresh]
 
 
-def _homes(program: Program, firsts: Sequence[str]) -> dict[fx.Node, int]:
+def _stages_of_nodes(program: Program, firsts: Sequence[str]) -> dict[fx.Node, int]:
     """Return the stage of every node that flows. A block's nodes are in its stage, other ones where
     the last of what they read is made, or where they are read first if less is sent then: an
     embedding of tokens that a later stage reads is computed there.
     """
     stage_of = _stage_of_blocks(program, firsts)
-    flowing = _flowing(program)
+    flowing = _nodes_of_step(program)
     home: dict[fx.Node, int] = {}
     for node in flowing:
         block = block_of(node)

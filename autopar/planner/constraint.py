@@ -269,9 +269,11 @@ class Offered(NamedTuple):
                 *node_facts, self.joint, may_idle=True, all_orders=True, axis_orders=self.orders
             )
         legal = strategies(*node_facts, itertools.product(*self.allowed), not self.free)
-        return legal or strategies(*node_facts, itertools.product(*self._eased()), not self.free)
+        return legal or strategies(
+            *node_facts, itertools.product(*self._relaxed_choices()), not self.free
+        )
 
-    def _eased(self) -> list[list[AxisChoice]]:
+    def _relaxed_choices(self) -> list[list[AxisChoice]]:
         return [
             [
                 *allowed_choices,

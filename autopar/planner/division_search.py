@@ -146,7 +146,7 @@ def with_stages(
         counts = [requested.count]
     if best is not None:
         limit = _WORTHWHILE * best.step_seconds
-        counts = [n for n in counts if _least(best, n, rows) <= limit]
+        counts = [n for n in counts if _least_seconds(best, n, rows) <= limit]
     if len(counts) == 1 and microbatches != "auto":  # one division: `attempt` finds its schedule
         stages = dataclasses.replace(requested, count=counts[0])
         return attempt(request.under(stages).divided(microbatches))
@@ -175,7 +175,7 @@ def with_stages(
     return attempt(request.divided(quick.microbatches, Stages.of(quick, requested.within)))
 
 
-def _least(best: Plan, count: int, rows: int) -> float:
+def _least_seconds(best: Plan, count: int, rows: int) -> float:
     """Return the least seconds of a step with so many stages: what a rank of `best` computes, and
     the bubble of as many micro-batches as there are rows, and of as many stages as blocks.
     """

@@ -85,7 +85,7 @@ class _Checker:
         stored = {n.name for n in self.nodes.values() if n.op == "placeholder"}
         _same_names("choices", self.plan.choices.keys(), names & calls)
         _same_names("stored", self.plan.stored.keys(), self.notes.searched & stored)
-        choices = {name: self._remembered(name, c) for name, c in self.plan.choices.items()}
+        choices = {name: self._completed_choice(name, c) for name, c in self.plan.choices.items()}
         for name, layout in self.plan.stored.items():
             self._stored(name, layout)
         self._outputs()
@@ -101,7 +101,7 @@ class _Checker:
             )
 
     # -- nodes -------------------------------------------------------------------------------------
-    def _remembered(self, name: str, choice: Choice) -> Choice:
+    def _completed_choice(self, name: str, choice: Choice) -> Choice:
         """Return the completed choice; equal layers are checked once."""
         node, rule = self.nodes[name], self.notes.specs[name]
         shapes = operand_shapes(node), result_shapes(node)

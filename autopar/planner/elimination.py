@@ -264,18 +264,18 @@ def _lowest(terms: Sequence[NDArray[np.float64]], shape: tuple[int, ...]) -> NDA
     for block in _blocks(shape):
         total: NDArray[np.float64] | float = 0.0
         for term in terms:
-            total = total + _at(term, block)
+            total = total + _entries_of_block(term, block)
         place: tuple[Any, ...] = (*block, ...)
         into = costs[place]
         if (size := into.size * shape[0]) > len(room):
             room = np.empty(size)
         summed = room[:size].reshape(shape[0], *into.shape)
-        np.add(total, _at(last, block), out=summed)
+        np.add(total, _entries_of_block(last, block), out=summed)
         np.minimum.reduce(summed, axis=0, out=into)
     return costs
 
 
-def _at(term: NDArray[np.float64], block: tuple[slice, ...]) -> NDArray[np.float64]:
+def _entries_of_block(term: NDArray[np.float64], block: tuple[slice, ...]) -> NDArray[np.float64]:
     """Return a term's entries of a block, where its dim has more than one."""
     each = zip(block, term.shape[1:], strict=True)
     at: tuple[Any, ...] = tuple(at if n > 1 else _ALL for at, n in each)

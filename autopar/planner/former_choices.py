@@ -71,7 +71,7 @@ def with_former_choices(program: Program, world: World, plan: Plan) -> Program |
     known: Mapping[str, Joint] = by_node
 
     def carried(program: Program) -> Program | None:
-        near = _near(program, source, known, plan)
+        near = _choices_to_search(program, source, known, plan)
         if near is None:
             return None
         constraint = Constraint(plan.layout, stored=plan.stored)
@@ -144,7 +144,7 @@ def _look(notes: Annotations, node: fx.Node) -> object:
 
 
 # -- the same choices at other sizes ---------------------------------------------------------------
-def _near(
+def _choices_to_search(
     program: Program, former: Program, known: Mapping[str, Joint], plan: Plan
 ) -> dict[str, tuple[Joint, ...]] | None:
     """Return the joint choices to search of every node and stored tensor: that of the first call,
@@ -204,12 +204,12 @@ def _legal(notes: Annotations, node: fx.Node, joint: Joint | None, mesh: Mesh) -
         count = math.prod(map(len, every))
         candidates = [*itertools.product(*every)] if count <= _MOST else []
     else:
-        options = [_among(c, own) for c, own in zip(joint, every, strict=True)]
+        options = [_matching_options(c, own) for c, own in zip(joint, every, strict=True)]
         candidates = [*itertools.product(*options)]
     return tuple(each for each in candidates if _divides(each, factors, mesh))
 
 
-def _among(choice: AxisChoice, options: Sequence[AxisChoice]) -> list[AxisChoice]:
+def _matching_options(choice: AxisChoice, options: Sequence[AxisChoice]) -> list[AxisChoice]:
     """Return the options that a former choice is."""
     if choice in options:
         return [choice]

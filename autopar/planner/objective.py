@@ -100,7 +100,7 @@ class _Pricer:
         strategy = Strategy((), choice.operands, choice.results, ranks)
         seconds, collectives = node_costs(node, strategy, self.notes, self.plan.mesh, self.world)
         self.spent[COMPUTE] += seconds
-        self._pay(collectives)
+        self._add_costs(collectives)
         return strategy
 
     def _enter(self, region: Region) -> None:
@@ -127,9 +127,9 @@ class _Pricer:
             self._walk(value, native, copy)
         for layout in wanted:
             source = native
-            if copy is not None and self._far(value, copy, layout) < self._far(
-                value, native, layout
-            ):
+            if copy is not None and self._reshard_seconds(
+                value, copy, layout
+            ) < self._reshard_seconds(value, native, layout):
                 source = copy
             self._walk(value, source, layout)
 
@@ -137,17 +137,17 @@ class _Pricer:
         size = results_of(self.nodes[value[0]])[value[1]].dtype.itemsize
         return self.program.element(value, size)
 
-    def _far(self, value: Value, source: Layout, target: Layout) -> float:
+    def _reshard_seconds(self, value: Value, source: Layout, target: Layout) -> float:
         """Return the seconds of a reshard."""
         return path_seconds(reshard_steps(source, target), self._element(value), self.world)
 
     def _walk(self, value: Value, source: Layout, target: Layout) -> None:
         """Charge a reshard: its collectives, and the rest as slices in memory."""
         path, element = reshard_steps(source, target), self._element(value)
-        paid = self._pay(costs(path, element, self.world))
+        paid = self._add_costs(costs(path, element, self.world))
         self.spent[SLICES] += path_seconds(path, element, self.world) - paid
 
-    def _pay(self, costs: Iterable[Cost]) -> float:
+    def _add_costs(self, costs: Iterable[Cost]) -> float:
         total = 0.0
         for cost in costs:
             direction = "backward" if cost.backward else "forward"

@@ -64,7 +64,7 @@ def search_with_padding(
     """Return the annotated program with the plan of `search`; padded, where a plan of it with
     padding has the shorter step.
     """
-    sizes = _wanted(program, world, request)
+    sizes = _atoms_to_pad(program, world, request)
     if not sizes:
         return search(program)
     try:
@@ -128,14 +128,14 @@ def search_with_rows_padded(search: Search, program: Program, plan: Plan) -> Pro
     with the plan of `search`; with padded rows, where that plan is the faster one.
     """
     sizes = _sizes_of(program, plan)
-    best = _searched(search, program, sizes)
+    best = _padded_by_search(search, program, sizes)
     rows = {n: size for n, size in _rows(program, plan.mesh.size).items() if n not in sizes}
     if not rows or paddable(program, sizes | rows) != sizes | rows:
         return best
-    wide = _searched(search, program, sizes | rows)
+    wide = _padded_by_search(search, program, sizes | rows)
     fitted = {n: size for n, size in _fitted(wide, wide).items() if n in rows}
     if fitted and fitted != rows:
-        wide = _searched(search, program, sizes | fitted)
+        wide = _padded_by_search(search, program, sizes | fitted)
     return wide if fitted and _plan(wide).seconds < _plan(best).seconds else best
 
 
@@ -172,7 +172,7 @@ def _rows_for(program: Program, ranks: int) -> Sizes:
     )
 
 
-def _searched(search: Search, program: Program, sizes: Sizes) -> Program:
+def _padded_by_search(search: Search, program: Program, sizes: Sizes) -> Program:
     """Return the program with this padding and the plan of a search, which says what is padded."""
     padded = _annotated(program, sizes) if sizes else program
     return _with_notes(search(padded), program, sizes)
@@ -186,7 +186,7 @@ def check_layout(program: Program, world: World, request: PlanRequest) -> None:
     try:
         candidates(request.layout, world.ranks, program)
     except LayoutError as error:
-        sizes = _wanted(program, world, request)
+        sizes = _atoms_to_pad(program, world, request)
         if not sizes:
             raise
         try:
@@ -202,7 +202,7 @@ def _is_stored_padded(plan: Plan, each: Padding) -> bool:
 
 
 # -- what to pad -----------------------------------------------------------------------------------
-def _wanted(program: Program, world: World, request: PlanRequest) -> Sizes:
+def _atoms_to_pad(program: Program, world: World, request: PlanRequest) -> Sizes:
     """Return the atoms to pad, with their padded sizes: those of weights and of the batch that the
     layout may split, that no axis divides, and that ops can carry with padding.
     """
@@ -596,10 +596,10 @@ def _is_faster(padded: Program, plain: Program, world: World, request: PlanReque
     ]
     if fits[0] != fits[1]:
         return fits[0]
-    return _step(padded, world, request) < _step(plain, world, request)
+    return _step_seconds(padded, world, request) < _step_seconds(plain, world, request)
 
 
-def _step(program: Program, world: World, request: PlanRequest) -> float:
+def _step_seconds(program: Program, world: World, request: PlanRequest) -> float:
     """Return the seconds of a step by the plan's measure: simulated with overlap, or summed."""
     if not request.overlap or not _plan(program).mesh.axes:
         return _plan(program).seconds

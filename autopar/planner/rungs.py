@@ -45,20 +45,20 @@ def ladders(names: Names, fetching: Names, cheap: Names) -> list[Ladder]:
     gathered, cheaply = Rematerialized((), fetching), Rematerialized((), (), cheap)
     both = Rematerialized((), fetching, cheap)
     every = [
-        Ladder(nothing, _rerun(nothing, cheap)),
-        Ladder(nothing, _regathered(nothing, fetching)),
-        Ladder(cheaply, _regathered(cheaply, fetching)),
-        Ladder(gathered, _rerun(gathered, cheap)),
+        Ladder(nothing, _rerun_first(nothing, cheap)),
+        Ladder(nothing, _regather_first(nothing, fetching)),
+        Ladder(cheaply, _regather_first(cheaply, fetching)),
+        Ladder(gathered, _rerun_first(gathered, cheap)),
         *(Ladder(low, _recompute_first(low, names)) for low in (nothing, cheaply, gathered, both)),
     ]
     return [ladder for i, ladder in enumerate(every) if ladder.rungs and ladder not in every[:i]]
 
 
-def _rerun(low: Rematerialized, cheap: Names) -> list[Rematerialized]:
+def _rerun_first(low: Rematerialized, cheap: Names) -> list[Rematerialized]:
     return [low._replace(rerun=cheap[: n + 1]) for n in range(len(cheap))]
 
 
-def _regathered(low: Rematerialized, fetching: Names) -> list[Rematerialized]:
+def _regather_first(low: Rematerialized, fetching: Names) -> list[Rematerialized]:
     return [low._replace(regather=fetching[: n + 1]) for n in range(len(fetching))]
 
 

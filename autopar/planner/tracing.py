@@ -146,7 +146,7 @@ def _trace_microbatch(
     as_long = split | {place for place, x in tensors.items() if len(x) == rows * count}
     for divided in dict.fromkeys((split, as_long)):
         try:
-            return trace_model(model, _first(call, divided, rows), manager), divided
+            return trace_model(model, _first_rows(call, divided, rows), manager), divided
         except TraceError as error:
             refused = error
     raise PlanError(
@@ -188,21 +188,21 @@ def _read_by_number(full_batch: Program, rows: int) -> set[str]:
         first = places[0] if isinstance(places, list | tuple) and places else None
         if not isinstance(source, fx.Node) or not isinstance(first, fx.Node):
             continue
-        source, first = _moved(source), _moved(first)
+        source, first = _source_of_view(source), _source_of_view(first)
         counts = first.target in COUNTS and tuple(first.meta["val"].shape) == (rows,)
         if counts and source.op == "placeholder" and source.meta["val"].shape[0] == rows:
             names.add(source.name)
     return names
 
 
-def _moved(node: fx.Node) -> fx.Node:
+def _source_of_view(node: fx.Node) -> fx.Node:
     """Return what a node is another view or dtype of."""
     while node.target in REORDERS:
         node = node.all_input_nodes[0]
     return node
 
 
-def _first(call: Call, split: frozenset[int], rows: int) -> Call:
+def _first_rows(call: Call, split: frozenset[int], rows: int) -> Call:
     """Return a call with the first rows alone."""
     leaves, structure = pytree.tree_flatten((call.args, call.kwargs))
     first: list[Any] = [x[:rows] if place in split else x for place, x in enumerate(leaves)]

@@ -191,7 +191,7 @@ def shake(decided: Mapping[fx.Node, Tensor], sample: int) -> Visit:
             return result
         if node in decided:
             return decided[node]
-        return _off(result, generator)
+        return _disturbed(result, generator)
 
     return visit
 
@@ -215,13 +215,13 @@ class _ShakeBackward(TorchDispatchMode):
         aliases = any(value.alias_info is not None for value in func._schema.returns)
         if aliases or not in_backward():
             return result
-        return pytree.tree_map_only(torch.Tensor, self._off, result)
+        return pytree.tree_map_only(torch.Tensor, self._disturbed, result)
 
-    def _off(self, value: Tensor) -> Tensor:
-        return _off(value, self.generator) if is_inexact(value.dtype) else value
+    def _disturbed(self, value: Tensor) -> Tensor:
+        return _disturbed(value, self.generator) if is_inexact(value.dtype) else value
 
 
-def _off(value: Tensor, generator: torch.Generator) -> Tensor:
+def _disturbed(value: Tensor, generator: torch.Generator) -> Tensor:
     factors = torch.rand(value.shape, generator=generator, dtype=torch.float64)
     return value * (1 - SHAKE * factors).to(value.device)
 
@@ -318,7 +318,7 @@ def reference_step(reference: Program, observe: Observe) -> Reference:
 def _find_undefined(reference: Program, values: Observed, observe: Observe) -> dict[Name, Tensor]:
     nodes = unwritten_memory(reference)
     undefined = (
-        _differing(values, observe(fill_unwritten(reference, poison), identity)) if nodes else {}
+        _differences(values, observe(fill_unwritten(reference, poison), identity)) if nodes else {}
     )
     if any(isinstance(name, str) for name in undefined):
         _refuse_undefined(reference, nodes, values, observe)
@@ -330,7 +330,7 @@ def _refuse_undefined(
 ) -> None:
     for node in nodes:
         others = observe(fill_unwritten(reference, poison, only=node.name), identity)
-        for name in _differing(values, others):
+        for name in _differences(values, others):
             if isinstance(name, str):
                 raise VerificationError(
                     f"the {name} hangs on memory that is never written, so on one device, too, it "
@@ -339,6 +339,6 @@ def _refuse_undefined(
                 )
 
 
-def _differing(values: Observed, others: Observed) -> dict[Name, Tensor]:
+def _differences(values: Observed, others: Observed) -> dict[Name, Tensor]:
     flags = {name: differing_values(value, others.get(name)) for name, value in values.items()}
     return {name: differ for name, differ in flags.items() if differ is not None}

@@ -298,7 +298,7 @@ def test_another_kernel_than_wanted_is_a_failure(monkeypatch: pytest.MonkeyPatch
 def test_parity(monkeypatch: pytest.MonkeyPatch) -> None:
     session = alone()
     assert training.parity(session, "auto").fault == ""
-    single = training._single
+    single = training._one_device
 
     def wrong(*args: Any) -> Any:
         loss, gradients = single(*args)
@@ -307,7 +307,7 @@ def test_parity(monkeypatch: pytest.MonkeyPatch) -> None:
             "head.weight": gradients["head.weight"] * (1 + 2 * training.LIMIT),
         }
 
-    monkeypatch.setattr(training, "_single", wrong)
+    monkeypatch.setattr(training, "_one_device", wrong)
     assert training.parity(session, "auto").fault == (
         "head.weight is off by 2.0e-04 relative, the limit is 1e-04"
     )

@@ -296,10 +296,10 @@ def _same_form(outcome: Outcome, imagined: Outcome) -> bool:
 
 
 def all_near(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    return all(_near(a, b) for a, b in zip(actual, expected, strict=True))
+    return all(_equal_but_for_rounding(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def _near(actual: Tensor, expected: Tensor) -> bool:
+def _equal_but_for_rounding(actual: Tensor, expected: Tensor) -> bool:
     """Whether tensors are equal but for the rounding of the precision that the op computes in."""
     if actual.shape != expected.shape:
         return False
@@ -399,7 +399,9 @@ def _agrees(
         if [g is None for g in outcome.gradients] != [g is None for g in gradients]:
             return False
         rows = list(zip(outcome.gradients, gradients, operand_splits, strict=True))
-        expected = [_take(g, dim, index) for _, g, dim in rows if g is not None and dim is not None]
+        expected = [
+            _take_indices(g, dim, index) for _, g, dim in rows if g is not None and dim is not None
+        ]
         sliced = [g for g, _, dim in rows if g is not None and dim is not None]
         results = _slices(trial.unsharded.results, result_splits, index)
         if not all_near([*outcome.results, *sliced], [*results, *expected]):
@@ -425,10 +427,10 @@ def _partitions(size: int, prime: int) -> Iterator[Sequence[Tensor]]:
 
 
 def _slices(tensors: Sequence[Tensor], dims: Splits, index: Tensor) -> list[Tensor]:
-    return [_take(x, dim, index) for x, dim in zip(tensors, dims, strict=True)]
+    return [_take_indices(x, dim, index) for x, dim in zip(tensors, dims, strict=True)]
 
 
-def _take(x: Tensor, dim: int | None, index: Tensor) -> Tensor:
+def _take_indices(x: Tensor, dim: int | None, index: Tensor) -> Tensor:
     return x if dim is None else x.index_select(dim, index)
 
 

@@ -78,11 +78,11 @@ def mask_padding(
     `size` or more: the padding of a dim that no axis divides (passes/pad.py). A softmax gives
     them 0.
     """
-    own = _within(x, dim, size, coordinates, digits)
+    own = _is_below_size(x, dim, size, coordinates, digits)
     return x.masked_fill(~own, torch.finfo(x.dtype).min / 2)
 
 
-def _within(
+def _is_below_size(
     x: Tensor, dim: int, size: int, coordinates: Sequence[Tensor], digits: Sequence[Digit]
 ) -> Tensor:
     """Return whether the entries of a split dim have a global index below `size` (bool), in a shape
@@ -151,7 +151,7 @@ def cross_entropy(
         logits = logits.movedim(1, -1)
     axes = tuple(axis for axis, _, _ in digits)
     if logits.shape[-1] * math.prod(size for *_, size in digits) > classes:
-        own = _within(logits, -1, classes, coordinates, digits)
+        own = _is_below_size(logits, -1, classes, coordinates, digits)
         logits = logits.masked_fill(~own, torch.finfo(logits.dtype).min / 2)
         if weight is None and label_smoothing:  # which sums over all classes
             weight = own.flatten().to(logits.dtype)

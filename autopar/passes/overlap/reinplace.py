@@ -48,7 +48,7 @@ def reinplace(derived: DerivedGraph, world: World) -> DerivedGraph:
     graph = derived.graph
     for node in [] if derived.compiler else list(graph.nodes):
         if node.op == "call_function" and isinstance(node.target, OpOverload):
-            _added(graph, node) or _summed(graph, node) or _pointwise(node)
+            _replace_sum_by_adds(graph, node) or _summed(graph, node) or _pointwise(node)
     return derived
 
 
@@ -62,29 +62,31 @@ def check(before: GraphFacts, after: DerivedGraph) -> None:
         if node.op == "call_function" and writes(node) and node.target is not aten.copy_.default:
             written = node.args[0]
             for operand in written if isinstance(written, list | tuple) else [written]:
-                assert _own(operand, rows=True), (
+                assert _is_own_memory(operand, rows=True), (
                     f"{node.name} writes to {operand}, which is not its own"
                 )
 
 
 # -- whose memory it is ----------------------------------------------------------------------------
-def _own(operand: Any, rows: bool = False) -> bool:
+def _is_own_memory(operand: Any, rows: bool = False) -> bool:
     """Whether an operand is memory that the graph made, which nothing but its one user can see.
     `rows` also accepts a row of a larger tensor, which then stays live as long as the row.
     """
-    while isinstance(operand, fx.Node) and (len(operand.users) == 1 or (rows and _apart(operand))):
+    while isinstance(operand, fx.Node) and (
+        len(operand.users) == 1 or (rows and _users_take_rows(operand))
+    ):
         if operand.target is operator.getitem:
             source, index = operand.args
             assert isinstance(source, fx.Node)
             alone = sum(user.args[1:] == (index,) for user in source.users) == 1
-            return alone and _fresh(source)
+            return alone and _makes_memory(source)
         if not _is_view(operand):
-            return _fresh(operand)
+            return _makes_memory(operand)
         operand = operand.args[0]
     return False
 
 
-def _apart(node: fx.Node) -> bool:
+def _users_take_rows(node: fx.Node) -> bool:
     """Whether each of the users takes a row of its own."""
     selections = [user.args[1:] for user in node.users if user.target is aten.select.int]
     return len(selections) == len(node.users) == len(set(selections)) and all(
@@ -99,7 +101,7 @@ def _is_view(node: fx.Node) -> bool:
     return is_wait(node) or writes(node) or node.target.overloadpacket in _VIEWS
 
 
-def _fresh(node: fx.Node) -> bool:
+def _makes_memory(node: fx.Node) -> bool:
     """Whether an op's results are new memory, not views of its operands."""
     if not isinstance(node.target, OpOverload):
         return False
@@ -108,7 +110,7 @@ def _fresh(node: fx.Node) -> bool:
 
 
 # -- collectives -----------------------------------------------------------------------------------
-def _added(graph: fx.Graph, node: fx.Node) -> bool:
+def _replace_sum_by_adds(graph: fx.Graph, node: fx.Node) -> bool:
     """Replace a sum of a few large rows by adds; return whether it was. The rows are added to the
     first, or to the sum of the first two: where the result goes out of the graph, or where the rows
     are more than a bucket, which must not stay live for it.
@@ -120,7 +122,11 @@ def _added(graph: fx.Graph, node: fx.Node) -> bool:
     few_large_rows = 1 < value.shape[0] <= _ROWS and total.nbytes >= _ROW_BYTES
     exact = value.dtype == total.dtype and value.dtype in (torch.float32, torch.float64)
     if not (
-        few_large_rows and exact and value.device.type == "cpu" and _contiguous(rows) and _own(rows)
+        few_large_rows
+        and exact
+        and value.device.type == "cpu"
+        and _contiguous(rows)
+        and _is_own_memory(rows)
     ):
         return False
     add = aten.add.Tensor if _goes_out(node) or value.nbytes > SIZES[-1] else aten.add_.Tensor
@@ -149,7 +155,7 @@ def _goes_out(node: fx.Node) -> bool:
 def _summed(graph: fx.Graph, node: fx.Node) -> bool:
     """Reinplace an all-reduce, coalesced or not; return whether it was."""
     if node.target is functional.all_reduce.default:
-        if not (_own(node.args[0], rows=True) and _contiguous(node.args[0])):
+        if not (_is_own_memory(node.args[0], rows=True) and _contiguous(node.args[0])):
             return False
         node.target = functional.all_reduce_.default
         return True
@@ -157,7 +163,7 @@ def _summed(graph: fx.Graph, node: fx.Node) -> bool:
         return False
     operands = node.args[0]
     assert isinstance(operands, list | tuple)
-    writable = [_own(operand, rows=True) and _contiguous(operand) for operand in operands]
+    writable = [_is_own_memory(operand, rows=True) and _contiguous(operand) for operand in operands]
     if not any(writable):
         return False
     with graph.inserting_before(node):
@@ -203,7 +209,11 @@ def _pointwise(node: fx.Node) -> bool:
 
 def _fits(operand: Any, node: fx.Node) -> bool:
     """Whether the result can take the operand's memory."""
-    if not isinstance(operand, fx.Node) or not _own(operand) or _count_uses(node, operand) > 1:
+    if (
+        not isinstance(operand, fx.Node)
+        or not _is_own_memory(operand)
+        or _count_uses(node, operand) > 1
+    ):
         return False
     result, source = node.meta.get("val"), operand.meta.get("val")
     if not isinstance(result, torch.Tensor) or not isinstance(source, torch.Tensor):

@@ -92,15 +92,15 @@ def _refuse_choices(module: Any, path: str, tokens: Any, index: Any, scores: Any
         "for each token, the whole numbers of its experts, and a score for each of these"
     )
     if not isinstance(tokens, Tensor) or tokens.dim() != 2:
-        raise TraceError(f"{expected}; its tokens (tokens, width) are {_said(tokens)}")
+        raise TraceError(f"{expected}; its tokens (tokens, width) are {_in_words(tokens)}")
     rows = tokens.shape[0]
     for name, value, whole in (("numbers of experts", index, True), ("scores", scores, False)):
         is_right = isinstance(value, Tensor) and value.is_floating_point() is not whole
         if not is_right or value.dim() != 2 or value.shape[0] != rows:
             kind = "an integer" if whole else "a floating-point"
             raise TraceError(
-                f"{expected}: its {name} are {_said(value)}, where {kind} tensor ({rows}, experts "
-                f"of a token) is needed: have the router return topk's indices and values"
+                f"{expected}: its {name} are {_in_words(value)}, where {kind} tensor ({rows}, "
+                f"experts of a token) is needed: have the router return topk's indices and values"
             )
     if index.shape != scores.shape or index.shape[1] > count:
         raise TraceError(
@@ -110,7 +110,7 @@ def _refuse_choices(module: Any, path: str, tokens: Any, index: Any, scores: Any
         )
 
 
-def _said(value: Any) -> str:
+def _in_words(value: Any) -> str:
     """Return what a value is, in words."""
     if not isinstance(value, Tensor):
         return "none" if value is None else f"of type {type(value).__name__}"
@@ -222,7 +222,7 @@ def _gate_facts(
         try:
             results = gate(rows)
             per_row = results.shape == (len(rows), inner)
-            per_row = per_row and _near(gate(rows[1:2]), results[1:2])
+            per_row = per_row and _equal_but_for_rounding(gate(rows[1:2]), results[1:2])
             if not gated:
                 half = rows[:, inner // 2 :]
             elif concatenated:
@@ -232,7 +232,7 @@ def _gate_facts(
             sliced = gate(half)
         except Exception:  # whatever a gate of the user's raises, the module stays as it is
             return False, False
-    return per_row, _near(sliced, results[:, inner // 2 :])
+    return per_row, _equal_but_for_rounding(sliced, results[:, inner // 2 :])
 
 
 _INNER = 4  # the inner width that gates are tried with
@@ -252,6 +252,6 @@ def _on_numbers() -> Iterator[None]:
         yield
 
 
-def _near(left: Tensor, right: Tensor) -> bool:
+def _equal_but_for_rounding(left: Tensor, right: Tensor) -> bool:
     """Whether two results are equal but for rounding: kernels round the last of a row otherwise."""
     return left.shape == right.shape and torch.allclose(left, right, 1e-12, 1e-12)

@@ -176,14 +176,14 @@ def _taken_apart(
     if not calls:
         return {}
     values = [source.meta["val"] for node in calls for source in node.all_input_nodes]
-    graph = trace(_Calls(calls), tuple(map(_like, values)))
+    graph = trace(_Calls(calls), tuple(map(_empty_like, values)))
     placeholders = iter(graph.find_nodes(op="placeholder"))
     results = iter(pytree.tree_leaves(graph.output_node().args[0]))
     decomposed = {}
     for node in calls:
         operands = [next(placeholders) for _ in node.all_input_nodes]
         own = pytree.tree_map(lambda _: next(results), node.meta["val"])
-        nodes = _between(graph, operands, pytree.tree_leaves(own))
+        nodes = _nodes_between(graph, operands, pytree.tree_leaves(own))
         decomposed[node] = _Decomposed(nodes, operands, own)
     return decomposed
 
@@ -204,14 +204,14 @@ def _exported(calls: _Calls, tensors: tuple[torch.Tensor, ...]) -> fx.Graph:
     return program.graph
 
 
-def _like(value: FakeTensor) -> torch.Tensor:
+def _empty_like(value: FakeTensor) -> torch.Tensor:
     with value.fake_mode:
         return torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
 
 
-def _between(graph: fx.Graph, operands: list[fx.Node], results: list[Any]) -> list[fx.Node]:
+def _nodes_between(graph: fx.Graph, operands: list[fx.Node], results: list[Any]) -> list[fx.Node]:
     """Return the nodes that lead from these operands to these results, in order."""
     reached = ancestors(node for node in results if isinstance(node, fx.Node)) - set(operands)
     return [node for node in graph.nodes if node in reached]
@@ -295,7 +295,7 @@ class _Writer:
             elif node.op == "call_function":
                 values[node] = self._copy(node, values, node.meta)
             elif node.op == "output":
-                self.graph.output(fx.map_arg(node.args[0], lambda n: self._latest(values[n])))
+                self.graph.output(fx.map_arg(node.args[0], lambda n: self._last_written(values[n])))
                 self.graph.output_node().meta = dict(node.meta)
 
     def _take(self, node: fx.Node, known: _Decomposed, values: dict[fx.Node, Any]) -> Any:
@@ -311,7 +311,7 @@ class _Writer:
         if node.target is operator.getitem:
             source: Any = node.args[0]
             return values[source][node.args[1]]
-        operands = {source: self._latest(values[source]) for source in node.all_input_nodes}
+        operands = {source: self._last_written(values[source]) for source in node.all_input_nodes}
         args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
         op: Any = node.target
         if op._schema.is_mutable:
@@ -340,7 +340,7 @@ class _Writer:
             for place, value in enumerate(values)
         ]
 
-    def _latest(self, tensor: _Tensor) -> fx.Node:
+    def _last_written(self, tensor: _Tensor) -> fx.Node:
         """Return the node of a tensor after all writes into its storage."""
         if tensor.writes < tensor.storage.writes:
             tensor.node, tensor.writes = tensor.storage.base, tensor.storage.writes
@@ -371,7 +371,7 @@ class _Writer:
                 _SCATTERS[view.target], (base, content, *view.args), view.kwargs, scattered
             )
         storage.base, storage.writes = content, storage.writes + 1
-        self._latest(tensor)
+        self._last_written(tensor)
 
     def _view(self, view: _View, of: fx.Node) -> fx.Node:
         """Take a view of another content of the same base."""

@@ -380,9 +380,9 @@ def _other_clock(model: nn.Module) -> Iterator[None]:
     modules = [sys.modules[name] for name in names if name in sys.modules and name[:6] != "torch."]
     clocks: dict[Any, Callable[[], Any]] = {}
     for name in _CLOCKS:
-        clocks[getattr(time, name)] = _later(getattr(time, name), _LATER_S)
+        clocks[getattr(time, name)] = _clock_ahead(getattr(time, name), _LATER_S)
         nanoseconds = getattr(time, f"{name}_ns")
-        clocks[nanoseconds] = _later(nanoseconds, round(_LATER_S * 1e9))
+        clocks[nanoseconds] = _clock_ahead(nanoseconds, round(_LATER_S * 1e9))
     replaced = []
     try:
         for place in [vars(time), *map(vars, modules)]:
@@ -396,7 +396,7 @@ def _other_clock(model: nn.Module) -> Iterator[None]:
             place[key] = value
 
 
-def _later(clock: Callable[[], Any], ahead: float) -> Callable[[], Any]:
+def _clock_ahead(clock: Callable[[], Any], ahead: float) -> Callable[[], Any]:
     thread = threading.get_ident()
     return lambda: clock() + (ahead if threading.get_ident() == thread else 0)
 

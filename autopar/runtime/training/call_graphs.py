@@ -147,7 +147,7 @@ class CallGraphs:
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.enable_grad())
             numbers, traced = self._numbers(kind, args, kwargs)
-            context = self._planned(kind, args, kwargs, traced)
+            context = self._plan_call(kind, args, kwargs, traced)
         context = context.on_device(device)
         program, run, device_mesh = rank_runner(context, device, self._backend, self._overlap)
         if not ranks.rank():
@@ -183,7 +183,7 @@ class CallGraphs:
                 continue
             numbers = [*self._inputs_of[graph], *(n for n in changed if n.name in names)]
             call = self._example_call(kind, *planned)
-            with self._as_written(kind) as model, _silent():
+            with self._as_written(kind) as model, _without_warnings():
                 traced = ranks.together(
                     "tracing numbers", partial(traced_with_inputs, model, call, numbers)
                 )
@@ -205,7 +205,7 @@ class CallGraphs:
         ) as model:
             yield model
 
-    def _planned(
+    def _plan_call(
         self, kind: CallKind, args: Any, kwargs: Any, traced: Program | None
     ) -> PlanContext:
         limit = self._plan.device_limit
@@ -213,7 +213,7 @@ class CallGraphs:
         budget = Budget(limit, self._plan.optimizer, self._recompute(kind))
         request = PlanRequest.like(self._plan, "auto", budget)
         call = self._example_call(kind, args, kwargs)
-        with self._as_written(kind) as model, _silent():
+        with self._as_written(kind) as model, _without_warnings():
             plan = plan_on_rank_0(model, self._plan.world, call, request, self._stored(), traced)
         assert isinstance(plan.context, PlanContext)
         return plan.context
@@ -270,7 +270,7 @@ class CallGraphs:
 
 
 @contextmanager
-def _silent() -> Iterator[None]:
+def _without_warnings() -> Iterator[None]:
     """What is said of a model was said at its plan."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -46,7 +46,7 @@ class RowShare:
                 "the model takes no tensor with rows: there is nothing to load by rank"
             )
         self.batch = layouts[0].shape[0]
-        self.axes = _common([_row_axes(x) for x in layouts if x.shape[0] == self.batch])
+        self.axes = _common_start([_row_axes(x) for x in layouts if x.shape[0] == self.batch])
         self.blocks = math.prod(axis.size for axis in self.axes)
         self.index = 0
         for axis in self.axes:
@@ -94,7 +94,7 @@ def _row_axes(layout: Layout) -> list[Axis]:
     return [axes[digit.axis] for digit in layout.digits(0)]
 
 
-def _common(lists: list[list[Axis]]) -> list[Axis]:
+def _common_start(lists: list[list[Axis]]) -> list[Axis]:
     """Return what all lists begin with: where one input is not split so far, all are read whole."""
     common = []
     for axes in zip(*lists, strict=False):

@@ -165,10 +165,10 @@ class _Writes(TorchDispatchMode):
                 written = argument.alias_info is not None
                 for tensor in pytree.tree_leaves(value):
                     if isinstance(tensor, torch.Tensor):
-                        self._touch(tensor, written, func._schema.name.split("::")[1])
+                        self._record_access(tensor, written, func._schema.name.split("::")[1])
         return func(*args, **(kwargs or {}))
 
-    def _touch(self, tensor: torch.Tensor, written: bool, op: str) -> None:
+    def _record_access(self, tensor: torch.Tensor, written: bool, op: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         whole = tensor.numel() * tensor.element_size() == storage.nbytes()
@@ -272,7 +272,7 @@ class _Run:
                 self._generator[number].copy_(torch.get_rng_state())
             for name in step.writes:
                 if _tensor_at(self._model, name).is_meta:
-                    self._put(step, name, self._earlier(number, name))
+                    self._put(step, name, self._memory_of_step(number, name))
             step.init(step.module)
             for name in step.writes:
                 counts, first = self._counts(step, name), self._first[name]
@@ -294,7 +294,7 @@ class _Run:
         for each in self._names[self._first[name]] if step.kind == USER else (name,):
             _put(self._model, each, tensor)
 
-    def _earlier(self, number: int, name: str) -> torch.Tensor:
+    def _memory_of_step(self, number: int, name: str) -> torch.Tensor:
         """Return the memory that a step writes to: with the numbers of steps before it where it may
         read them.
         """
@@ -306,11 +306,11 @@ class _Run:
         for writer in self._writers.get(first, ()):
             if self._steps[writer].kind < step.kind:
                 torch.set_rng_state(self._generator[writer].clone())  # torch crashes on a row
-                memory = self._again(self._steps[writer], first, memory)
+                memory = self._rerun_step(self._steps[writer], first, memory)
         torch.set_rng_state(generator)
         return memory
 
-    def _again(self, step: _Step, name: str, memory: torch.Tensor) -> torch.Tensor:
+    def _rerun_step(self, step: _Step, name: str, memory: torch.Tensor) -> torch.Tensor:
         """Run a step once more, for one of the tensors that it writes."""
         assert step.init is not None
         before = {n: _tensor_at(self._model, n) for n in step.writes}

@@ -139,11 +139,14 @@ class MicrobatchesRun:
         places = [i for i, x in enumerate(own) if isinstance(x, Tensor) and x.requires_grad]
         if not places or not torch.is_grad_enabled():
             with torch.no_grad():
-                runs = (self._apart(self.run(*values)) for values in self._each(own, seeds))
+                runs = (
+                    self._results_of_microbatches(self.run(*values))
+                    for values in self._values_of_runs(own, seeds)
+                )
                 return self._combined([results for run in runs for results in run])
         return list(_Step.apply(self, places, own, seeds, *(own[i] for i in places)))
 
-    def _each(self, own: Sequence[Any], seeds: Sequence[Any]) -> Iterator[list[Any]]:
+    def _values_of_runs(self, own: Sequence[Any], seeds: Sequence[Any]) -> Iterator[list[Any]]:
         """Yield the values of the placeholders for each run of the graph."""
         totals = iter(self._totals(own))
         total_of = {
@@ -158,7 +161,7 @@ class MicrobatchesRun:
                 values += [self._value(e, by_node, total_of, microbatch, later) for e in entries]
             yield values
 
-    def _apart(self, results: Sequence[Any]) -> list[Sequence[Any]]:
+    def _results_of_microbatches(self, results: Sequence[Any]) -> list[Sequence[Any]]:
         """Return the results of each micro-batch, of those of one run."""
         size = len(results) // self._at_once
         return [results[place : place + size] for place in range(0, len(results), size)]
@@ -234,9 +237,9 @@ class MicrobatchesRun:
         if scheduled is not None:
             scheduled.accumulator, scheduled.defers_scattered = sums, self._sums_once
         with self._gathering([self.run]):
-            for number, values in enumerate(self._each(named, seeds), start=1):
+            for number, values in enumerate(self._values_of_runs(named, seeds), start=1):
                 sums.closes = number * self._at_once == self.count
-                new = self._apart(self.run(*values))
+                new = self._results_of_microbatches(self.run(*values))
                 loss_place = self._loss_place(new[0]) if loss_place < 0 else loss_place
                 losses = [results[loss_place] for results in new]
                 add_gradients(gradients, torch.autograd.grad(losses, trained, allow_unused=True))

@@ -108,7 +108,7 @@ class _GraphAccumulator:
     @torch.no_grad()
     def take(self, ends: Sequence[Tail]) -> list[torch.Tensor | None]:
         parameters = self._owner.parameters(self._graph, ends)
-        return [_taken(p, tail) for p, tail in zip(parameters, ends, strict=True)]
+        return [_take_unreduced(p, tail) for p, tail in zip(parameters, ends, strict=True)]
 
 
 def is_unreduced(parameter: torch.Tensor) -> bool:
@@ -126,7 +126,7 @@ def lies_as(parameter: torch.Tensor, tail: Tail | None) -> bool:
     return tail is not None and gradient.placements == placements(tail.layout)
 
 
-def _taken(parameter: nn.Parameter, tail: Tail) -> torch.Tensor | None:
+def _take_unreduced(parameter: nn.Parameter, tail: Tail) -> torch.Tensor | None:
     """Return what is held of a parameter, of which it forgets it; None where nothing is."""
     gradient = parameter.grad
     if not is_unreduced(parameter) or not lies_as(parameter, tail):

@@ -110,7 +110,7 @@ class StagesRun(MicrobatchesRun):
 
     def _forwards(self, own: Sequence[Any], seeds: Sequence[Any]) -> list[Any]:
         """Return the results of a step without a backward."""
-        step = _Step(self, list(self._each(own, seeds)), {})
+        step = _Step(self, list(self._values_of_runs(own, seeds)), {})
         step.run([action for action in self._own_actions if action.kind == "F"])
         return self._combined(step.results)
 
@@ -127,7 +127,7 @@ class StagesRun(MicrobatchesRun):
             )
         leaves = {i: own[i].detach().requires_grad_() for i in places}
         named = [leaves.get(i, x) for i, x in enumerate(own)]
-        values = list(self._each(named, seeds))
+        values = list(self._values_of_runs(named, seeds))
         self._prepare(values[0])
         trained = {e.node: leaves[i] for i, e in enumerate(self._own) if i in leaves}
         step = _Step(self, values, trained)

@@ -66,7 +66,7 @@ def parity(session: Session, layout: str | Grid) -> Finding:
     model in float64 on one device; it is a fault where one is further than LIMIT.
     """
     model, inputs = small_model(session)
-    expected_loss, expected = _single(model, inputs, session)
+    expected_loss, expected = _one_device(model, inputs, session)
     try:
         module = parallel(session, layout)
     except (LayoutError, PlanError) as error:
@@ -95,7 +95,7 @@ def parity(session: Session, layout: str | Grid) -> Finding:
     return Finding(figure, facts, fault)
 
 
-def _single(model: Any, inputs: Any, session: Session) -> tuple[float, dict[str, Tensor]]:
+def _one_device(model: Any, inputs: Any, session: Session) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients of one device, in float64, so that the errors are the
     ranks' alone.
     """
