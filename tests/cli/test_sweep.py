@@ -16,8 +16,6 @@ from autopar.tools import sweep, sweep_plot
 from autopar.tools.sweep import SweepPoint
 from commands import refused, run
 
-FIELDS = ("layout", "seconds", "peak_bytes")
-
 
 @pytest.mark.slow
 def test_a_sweep_gives_the_plans_of_plan_and_traces_once(monkeypatch: pytest.MonkeyPatch) -> None:

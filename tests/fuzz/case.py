@@ -13,7 +13,6 @@ from . import ops_layers, ops_tricky, ops_values  # noqa: F401  (they fill the t
 from .habits import HABITS
 from .table import FROM_IDS, LOSS, OP, RETURN, TABLE, names
 
-STARTS = {"rows": 2, "sequences": 3, "images": 4, "ids": 2}
 _NAMES = ("auto", "ddp", "fsdp", "megatron", "megatron-sp", "atp", "3d", "4d", "2.5d")
 HABITS_SHARE = 0.35  # of the cases
 _NEEDED = {

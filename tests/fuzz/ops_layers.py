@@ -73,7 +73,6 @@ QKV = "self.{m}a = nn.Linear({h}, 3 * {h}, bias={flag2})\nself.{m}b = nn.Linear(
 SPLIT = (
     "q, k, v = (t.unflatten(-1, ({k}, -1)).transpose(1, 2) for t in self.{m}a({x}).chunk(3, -1))\n"
 )
-JOIN = "self.{m}b({0}.transpose(1, 2).flatten(2))"
 
 
 def attention(name: str, text: str, split: str = SPLIT, init: str = QKV, **more: float) -> None:

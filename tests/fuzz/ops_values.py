@@ -129,7 +129,6 @@ ops(
 ops("n == 3", pad_reflect="F.pad({x}, (1, 1), mode='replicate')")
 
 # -- indices ---------------------------------------------------------------------------------------
-IDS = "{given(f'torch.randint(0, {shape[dim]}, {shape}')})"
 ops(
     gather="{x}.gather({dim}, {given(f'torch.randint(0, {shape[dim]}, {shape})')})",
     take_along="torch.take_along_dim({x}, {given(f'torch.randint(0, {shape[dim]}, {shape})')}, "

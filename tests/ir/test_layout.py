@@ -17,7 +17,7 @@ from autopar.ops.collectives import emit_step
 from autopar.runtime import lockstep
 from shards import compare, deal, gradient_layout, random_layout
 
-XY, XYZ = Mesh.parse("x2.y3"), Mesh.parse("x2.y3.z2")
+XYZ = Mesh.parse("x2.y3.z2")
 
 
 # -- digits ----------------------------------------------------------------------------------------

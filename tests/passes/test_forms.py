@@ -22,8 +22,6 @@ from autopar.ops.sharded.matmul import other_order
 from autopar.runtime.calibrate_on_ranks import unsharded_work
 from autopar.world import Copied, KernelTimes, World
 
-NOTHING: tuple[Copied, Copied, Copied] = ("", "", "")
-
 
 def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

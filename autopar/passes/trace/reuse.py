@@ -60,7 +60,6 @@ from autopar.passes.trace.resize import ExportedOnce
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size,
     torch.layout, torch.memory_format, type(Ellipsis))  # fmt: skip
-_CONTAINERS = (tuple, list, dict)
 _TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
 
 

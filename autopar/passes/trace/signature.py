@@ -31,7 +31,6 @@ NO_GENERATION = (
     "generate is not for a parallel model, whose graph is a step of training without a cache that "
     "grows: take par.unshard(), or par.unshard(rank=0) on all ranks, and generate with that"
 )
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def signature_of(model: nn.Module) -> inspect.Signature | None:
