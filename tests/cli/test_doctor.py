@@ -11,7 +11,6 @@ import subprocess
 import sys
 import types
 import warnings
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from autopar.tools.doctor import (
 from autopar.tools.doctor import examination as doctor_command
 from autopar.tools.doctor import kernels as doctor_kernels
 from autopar.tools.doctor.examination import Examination, page
+from html_page import Page
 from launch import RANK_SCRIPTS, ROOT, environment
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -157,31 +157,6 @@ def test_ranks_without_a_gpu_of_their_own_run_on_the_cpu(monkeypatch: pytest.Mon
 
 
 # -- results ---------------------------------------------------------------------------------------
-class Parsed(HTMLParser):
-    """What is open at the end, and the texts of the cells of the table."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.cells: list[str] = []
-        self.links: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.links += [str(value) for name, value in attrs if name in ("src", "href")]
-        if tag != "meta":
-            self.open.append(tag)
-        if tag == "td":
-            self.cells.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "td" in self.open:
-            self.cells[-1] += data
-
-
 def bad(session: Session) -> Finding:
     raise ValueError("a <bad> thing")
 
@@ -211,7 +186,7 @@ def test_a_failing_check_is_named_and_the_others_go_on(tmp_path: Path, capsys: A
     assert any("in bad: raise" in line for line in checks["first"]["facts"]["traceback"])
     assert checks["third"]["facts"] == {"error": "nan", "warnings": ["slow & strange"]}
     assert facts["counts"] == {"ok": 1, "failed": 2, "not here": 1, "under way": 0}
-    parsed = Parsed((tmp_path / "out" / "doctor.html").read_text())
+    parsed = Page((tmp_path / "out" / "doctor.html").read_text())
     assert parsed.open == [] and parsed.links == []
     assert parsed.cells[::4] == ["first", "second", "third", "fourth"]
     assert "a <bad> thing" in parsed.cells[2]
@@ -430,7 +405,7 @@ def test_the_doctor_passes_on_two_ranks(script: tuple[str, ...], tmp_path: Path)
     facts = json.loads((tmp_path / "doctor.json").read_text())
     assert facts["ranks"] == 2 and facts["counts"]["failed"] == 0 and facts["counts"]["ok"] >= 20
     names = [entry["name"] for entry in facts["checks"]]
-    assert Parsed((tmp_path / "doctor.html").read_text()).cells[::4] == names
+    assert Page((tmp_path / "doctor.html").read_text()).cells[::4] == names
     assert "doctor.json and doctor.html" in result.stdout
 
 

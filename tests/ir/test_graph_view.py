@@ -19,6 +19,7 @@ import autopar
 from autopar.ir import graph_view
 from autopar.ir.show import entries, listing
 from commands import refused, run
+from html_page import Page
 from models import Mlp
 
 
@@ -99,33 +100,12 @@ def test_a_block_that_is_none() -> None:
     assert "there is no folder" in refused("trace", TARGET, "--html", "nowhere/x.html")
 
 
-class Rows(HTMLParser):
-    """The ids and the links of a page, and its tags that were not closed."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.open: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.ids += [str(values["id"])] if "id" in values else []
-        self.links += [str(values["href"])] if "href" in values else []
-        if tag not in ("meta", "input"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 @pytest.mark.parametrize("command", ["trace", "graph"])
 def test_a_page_has_a_row_for_every_node(command: str, tmp_path: Path) -> None:
     path = tmp_path / "x.html"
     more = ("--ranks", "4", "--layout", "ddp") if command == "graph" else ()
     nodes = facts(command, TARGET, *more, "--html", str(path))["nodes"]
-    rows = Rows(path.read_text())
+    rows = Page(path.read_text())
     assert not rows.open and rows.ids == [node["name"] for node in nodes]
     assert {link.removeprefix("#") for link in rows.links} <= set(rows.ids)
     assert len(rows.links) == sum(len(node["operands"]) for node in nodes)
