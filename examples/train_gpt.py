@@ -201,9 +201,11 @@ def by_step(comparison: Comparison) -> Table:
 
 def speed(comparison: Comparison, plan: autopar.Plan) -> str:
     """Time of a step, measured and modelled, and what a rank was planned to hold and send."""
+    ranks, cores = dist.get_world_size(), os.cpu_count() or 1
+    few = f" for a core a rank; here {ranks} ranks share {cores}" if cores < ranks else ""
     return (
-        f"a step took {comparison.several.seconds:.3f} s on {dist.get_world_size()} ranks "
-        f"(modelled {plan.step_seconds:.3f} s) "
+        f"a step took {comparison.several.seconds:.3f} s on {ranks} ranks "
+        f"(modelled {plan.step_seconds:.3f} s{few}) "
         f"and {comparison.single.seconds:.3f} s on one device; "
         f"a rank sends {plan.comm_bytes / 1e6:.1f} MB a step and holds at most "
         f"{plan.peak_bytes / 1e6:.1f} MB (both planned)"

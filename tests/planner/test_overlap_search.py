@@ -242,10 +242,10 @@ def test_plan_says_both_and_a_file_keeps_them() -> None:
     assert plan.overlapped < plan.seconds
     table = plan.table()
     assert str(table.title).endswith(f": {plan.overlapped * 1e3:.2f} ms a step, modelled")
-    waited = f"gap: with every collective sent alone and waited for, {plan.seconds * 1e3:.2f} ms; "
+    waited = f"gap: this plan would take {plan.seconds * 1e3:,.2f} ms if every collective were sent"
     assert waited in str(table.caption)
     loose = dataclasses.replace(plan, bound=0.9 * plan.seconds)  # another may take a tenth less
-    assert "takes at most 10.00% less" in str(loose.table().caption)
+    assert "would take at most 10.00% less" in str(loose.table().caption)
     assert Plan.from_json(plan.to_json()).overlapped == plan.overlapped
     headings = [str(column.header) for column in plan.table().columns]
     parts = ["compute", "comm.", "hidden", "exposed"]
