@@ -143,7 +143,9 @@ def _gap(plan: Plan) -> list[str]:
     """
     if not plan.bound or not plan.mesh.axes:
         return []
-    several = f" on {len(plan.meshes)} meshes" if len(plan.meshes) > 1 else ""
+    several = " on this mesh under this layout"
+    if len(plan.meshes) > 1:
+        several = f" on {len(plan.meshes)} meshes"
     verb = "takes" if plan.overlapped is None else "would take"
     gap = max(plan.gap, 1e-4)  # as "0.00%" would say that there is none
     less = f"the fastest plan{several}{_knowing(plan)} {verb} at most {gap:.2%} less"
