@@ -92,9 +92,9 @@ def idle_note(
         "fewer ranks would be as fast" if len(sizes) == count else "more ranks gain nothing there"
     )
     return (
-        f"{len(sizes)} of {count} products run whole on all ranks of axis {axes}: to split them "
-        f"would save {saved * 1e3:.3g} ms of a step at most, and what ranks would then send and "
-        f"start takes longer; {gain}"
+        f"{len(sizes)} of {count} matmuls run whole on all ranks of axis {axes}: splitting them "
+        f"would save {saved * 1e3:.3g} ms of a step at most, and cost more in what ranks then send "
+        f"and start; {gain}"
     )
 
 

@@ -129,7 +129,7 @@ class GridHSDP:
     >>> [row.layout for row in plan.rows[:2]]
     ['shard→m, tensor→n', 'shard→m, tensor→k']
 
-    `sequence`: what stands between the products of a block is split on its sequence over `tensor`
+    `sequence`: activations between the matmuls of a block are split on their sequence over `tensor`
     (Megatron's sequence parallelism, arXiv 2205.05198, section 4.2.2). Words with r = m/(replicate
     · shard) rows: as Grid4D's with z = shard, x = 1, y = tensor. Raises, when planned, LayoutError
     where the product of the sizes is not the number of ranks, or replicate · shard does not divide
