@@ -52,7 +52,7 @@ from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.objective import sum_of_blocks
 from autopar.planner.rematerialize import RematerializationSearch
 from autopar.planner.request import Layouts, PlanRequest
-from autopar.planner.space import Candidate, Space, candidates
+from autopar.planner.space import Candidate, Space, searched_candidates
 from autopar.world import World
 
 _MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
@@ -79,7 +79,7 @@ def search_meshes(program: Program, world: World, request: PlanRequest) -> Progr
     to the first mesh.
     """
     assert request.layout is not None
-    plan = best(program, candidates(request.layout, world.ranks, program), world)
+    plan = best(program, searched_candidates(request.layout, world, program), world)
     return with_requested_recomputation(dataclasses.replace(program, plan=plan), request)
 
 
