@@ -117,7 +117,7 @@ def bound_rivals(
     seconds: list[float] = []
     if candidates:
         reads = program.annotations, program.signature, world, *rivals.values()
-        find = partial(_estimated_bounds, program, candidates, world)
+        find = partial(estimated_bounds, program, candidates, world)
         seconds = remember(program.module.graph, "bounds of rivals", reads, find, program.counting)
     bounds = iter(seconds)
     return {
@@ -146,11 +146,11 @@ def lower_bounds(
 
 
 @without_collection()
-def _estimated_bounds(
-    program: Program, candidates: Sequence[Candidate], world: World
+def estimated_bounds(
+    program: Program, candidates: Sequence[Candidate], world: World, price: Price | None = None
 ) -> list[float]:
-    """Return an estimate of every candidate's lower bound: the one of a shorter model, in which
-    what stands for several equal blocks counts as often.
+    """Return an estimate of what `lower_bounds` does: the bounds of a shorter model, in which what
+    stands for several equal blocks counts as often.
     """
     whole = frame(program)
     short, twins = shorten_frame(whole)
@@ -158,7 +158,7 @@ def _estimated_bounds(
     estimates = [0.0] * len(candidates)
     for chunk in _chunks(candidates):
         meshes = meshes_of(tuple(candidates[i][0] for i in chunk), world)
-        costs = OptionCosts(whole, meshes, [candidates[i][1] for i in chunk])
+        costs = OptionCosts(whole, meshes, [candidates[i][1] for i in chunk], price)
         for index, seconds in zip(chunk, Bound(short, costs).run(times=times), strict=True):
             estimates[index] = max(0.0, float(seconds))
     return estimates

@@ -42,6 +42,7 @@ from autopar.planner.bound import (
     Choices,
     SpaceBounds,
     bound_candidates,
+    estimated_bounds,
     lower_bounds,
     near,
     need_no_bound,
@@ -140,12 +141,12 @@ def best_within(
 
 
 def _tighten(bounds: list[float], known: Mapping[int, Bound], enough: float) -> None:
-    """Raise the least of the bounds by further rounds of its messages, once on each mesh, as long
+    """Raise the least of the bounds by another round of its messages, once on each mesh, as long
     as it is below `enough` seconds and its messages are known: no other one counts.
     """
     left = dict(known)
     while (least := min(bounds)) < enough and (place := bounds.index(least)) in left:
-        bounds[place] = max(least, float(left.pop(place).run(_MORE_ROUNDS)[0]))
+        bounds[place] = max(least, float(left.pop(place).run()[0]))
 
 
 def _with_bounds(plan: Plan, candidates: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
@@ -432,12 +433,12 @@ class ShortenedModel:
         return ShortenedModel(program, self.world)
 
     def bounds(self, candidates: Sequence[Candidate], price: Price | None = None) -> list[float]:
-        """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
-        single one, which needs none.
+        """Return an estimate of the bound in seconds of the full program's step for every
+        candidate; 0 for a single one, which needs none.
         """
         if len(candidates) == 1:
             return [0.0]
-        return lower_bounds(self.program, candidates, self.world, price)
+        return estimated_bounds(self.program, candidates, self.world, price)
 
     @cached_property
     def deep(self) -> DeepModel:
