@@ -125,12 +125,16 @@ def best_within(
     tightened = list(bounds)
     known: dict[int, Bound] = {}  # messages on the meshes searched, by their places
 
-    def searched(index: int) -> Plan:
-        plan, messages = _search_near(program, candidates[index], world, price, _LEFT)
+    def searched(index: int, enough: float) -> Plan | None:
+        messages = _messages_on(program, candidates[index], world, price)
         if messages is not None:
             known[index] = messages
+            if messages.seconds < enough < math.inf:  # another round takes less than a search
+                messages.run()
             tightened[index] = max(tightened[index], messages.seconds)
-        return plan
+        if tightened[index] >= enough:
+            return None
+        return _search_near(program, candidates[index], world, price, messages, _LEFT)
 
     plan = _best_in_order(candidates, tightened, _TRIES, searched)
     _tighten(tightened, known, plan.seconds * (1 - GAP))
@@ -144,7 +148,7 @@ def _tighten(bounds: list[float], known: Mapping[int, Bound], enough: float) -> 
     """Raise the least of the bounds by another round of its messages, once on each mesh, as long
     as it is below `enough` seconds and its messages are known: no other one counts.
     """
-    left = dict(known)
+    left = {place: messages for place, messages in known.items() if messages.rounds == 1}
     while (least := min(bounds)) < enough and (place := bounds.index(least)) in left:
         bounds[place] = max(least, float(left.pop(place).run()[0]))
 
@@ -159,17 +163,21 @@ def _best_in_order(
     candidates: Sequence[Candidate],
     bounds: Sequence[float],
     tries: int,
-    searched: Callable[[int], Plan],
+    searched: Callable[[int, float], Plan | None],
 ) -> Plan:
     """Return the best plan of the `tries` most promising candidates, until none promises more than
-    the best one found. `searched`: searches the candidate at a place.
+    the best one found. `searched`: searches the candidate at a place, or returns None where no plan
+    on it takes less than so many seconds.
     """
     incumbent: Plan | None = None
     for index in by_promise(candidates, bounds)[:tries]:
-        if incumbent is not None and bounds[index] >= incumbent.seconds * (1 - GAP):
+        enough = math.inf if incumbent is None else incumbent.seconds * (1 - GAP)
+        if bounds[index] >= enough:
             break
-        plan = searched(index)
-        if incumbent is None or plan.seconds < incumbent.seconds * (1 - 1e-9):
+        plan = searched(index, enough)
+        if plan is not None and (
+            incumbent is None or plan.seconds < incumbent.seconds * (1 - 1e-9)
+        ):
             incumbent = plan
     assert incumbent is not None
     return incumbent
@@ -213,9 +221,24 @@ def exact(
     """Return the plan of least modelled time on one mesh among the options that the bound leaves,
     and the bound in seconds. Not `thorough`: among fewer options.
     """
-    counts = _LEFT if thorough else _QUICKLY_LEFT
-    plan, messages = _search_near(program, (mesh, constraint), world, None, counts)
+    counts, candidate = _LEFT if thorough else _QUICKLY_LEFT, (mesh, constraint)
+    messages = _messages_on(program, candidate, world, None)
+    plan = _search_near(program, candidate, world, None, messages, counts)
     return plan, plan.bound if messages is None else min(messages.seconds, plan.seconds)
+
+
+def _messages_on(
+    program: Program, candidate: Candidate, world: World, price: Price | None
+) -> Bound | None:
+    """Return a round of messages on one mesh; None where its rules leave so little that all options
+    are searched.
+    """
+    mesh, constraint = candidate
+    if not mesh.axes or not constraint.free:
+        return None
+    messages = pass_messages(program, [candidate], world, price)
+    messages.run()
+    return messages
 
 
 def _search_near(
@@ -223,19 +246,17 @@ def _search_near(
     candidate: Candidate,
     world: World,
     price: Price | None,
+    messages: Bound | None,
     counts: Sequence[int],
-) -> tuple[Plan, Bound | None]:
-    """Return the plan of least modelled time on one mesh among the options that its bound leaves,
-    at most the first of `counts` a region that tables allow, and the bound's messages; None where
-    the rules leave so little that all options are searched.
+) -> Plan:
+    """Return the plan of least modelled time on one mesh among the options that its messages leave,
+    at most the first of `counts` a region that tables allow; among all without messages.
     """
-    mesh, constraint = candidate
-    if not mesh.axes or not constraint.free:
-        return search_nearly(program, mesh, world, constraint, None, price), None
-    messages = pass_messages(program, [candidate], world, price)
-    margin = _MARGIN * float(messages.run()[0])
-    limits = _near_limits(messages, margin, counts)
-    return _search_among(program, limits, candidate, world, price), messages
+    if messages is None:
+        mesh, constraint = candidate
+        return search_nearly(program, mesh, world, constraint, None, price)
+    limits = _near_limits(messages, _MARGIN * messages.seconds, counts)
+    return _search_among(program, limits, candidate, world, price)
 
 
 def again(
@@ -374,7 +395,7 @@ def _quickly_best(
     """Return the best plan of the most promising candidates."""
     bounds = [each.seconds for each in bounds_of_each]
 
-    def searched(index: int) -> Plan:
+    def searched(index: int, enough: float) -> Plan:
         return _searched(program, candidates[index], bounds_of_each[index], world, price)
 
     plan = _best_in_order(candidates, bounds, _QUICK_TRIES, searched)
