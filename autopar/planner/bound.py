@@ -159,7 +159,8 @@ def estimated_bounds(
     for chunk in _chunks(candidates):
         meshes = meshes_of(tuple(candidates[i][0] for i in chunk), world)
         costs = OptionCosts(whole, meshes, [candidates[i][1] for i in chunk], price)
-        for index, seconds in zip(chunk, Bound(short, costs).run(times=times), strict=True):
+        messages = Bound(short, costs)
+        for index, seconds in zip(chunk, messages.run(1 + _ROUNDS, times), strict=True):
             estimates[index] = max(0.0, float(seconds))
     return estimates
 
@@ -208,10 +209,8 @@ def pass_messages(
     meshes = meshes_of(tuple(mesh for mesh, _ in candidates), world, tuple(shares))
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in candidates], price)
     start = Bound(short, costs)
-    if short is whole:
-        return start
     start.run(_ROUNDS)
-    return Bound(whole, costs, start, twins)
+    return start if short is whole else Bound(whole, costs, start, twins)
 
 
 def bound_on(program: Program, mesh: Mesh, constraint: Constraint, world: World) -> Bound:
@@ -337,6 +336,7 @@ class Bound:
             self._rated[id(variable)] = self._with_leaves(variable)
         self._grain = self._grain_of(self._least_alone())
         self.rounds = 0  # of messages on this frame
+        self.more_rounds = 2 if start is None else 1  # that still gain more than they take
         self._bounds = np.zeros(self.meshes.mesh_count)
         self.seconds = 0.0  # the bound on the first mesh after the last round
         if start is not None and twins is not None:

@@ -124,33 +124,37 @@ def best_within(
         return _best_of_all(program, candidates, world, price)
     tightened = list(bounds)
     known: dict[int, Bound] = {}  # messages on the meshes searched, by their places
+    loose: dict[int, Bound] = {}  # those of them that more rounds may tighten
 
     def searched(index: int, enough: float) -> Plan | None:
         messages = _messages_on(program, candidates[index], world, price)
         if messages is not None:
             known[index] = messages
-            if messages.seconds < enough < math.inf:  # another round takes less than a search
-                messages.run()
+            if messages.seconds < enough < math.inf:  # more rounds take less than a search
+                messages.run(messages.more_rounds)
+            else:
+                loose[index] = messages
             tightened[index] = max(tightened[index], messages.seconds)
         if tightened[index] >= enough:
             return None
         return _search_near(program, candidates[index], world, price, messages, _LEFT)
 
     plan = _best_in_order(candidates, tightened, _TRIES, searched)
-    _tighten(tightened, known, plan.seconds * (1 - GAP))
+    _tighten(tightened, loose, plan.seconds * (1 - GAP))
     near_bound = min(tightened) >= plan.seconds * (1 - _SETTLED)
     if not near_bound and price is None:  # prices are tried one after the other
         plan = again(program, plan, candidates, world, known=known)
     return _with_bounds(plan, candidates, tightened)
 
 
-def _tighten(bounds: list[float], known: Mapping[int, Bound], enough: float) -> None:
-    """Raise the least of the bounds by another round of its messages, once on each mesh, as long
-    as it is below `enough` seconds and its messages are known: no other one counts.
+def _tighten(bounds: list[float], loose: Mapping[int, Bound], enough: float) -> None:
+    """Raise the least of the bounds by more rounds of its messages, once on each mesh, as long
+    as it is below `enough` seconds and its messages are among the `loose`: no other one counts.
     """
-    left = {place: messages for place, messages in known.items() if messages.rounds == 1}
+    left = dict(loose)
     while (least := min(bounds)) < enough and (place := bounds.index(least)) in left:
-        bounds[place] = max(least, float(left.pop(place).run()[0]))
+        messages = left.pop(place)
+        bounds[place] = max(least, float(messages.run(messages.more_rounds)[0]))
 
 
 def _with_bounds(plan: Plan, candidates: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
