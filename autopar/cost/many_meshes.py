@@ -1,8 +1,8 @@
 """Meshes with equally many axes, and the seconds of collectives on all of them at once.
 
 Example: the seconds of an all-reduce over axis 0 of 40 meshes, as an array [mesh, …] of its bytes.
-numpy takes as long for ten meshes as for one. `distinct_meshes` leaves out those that cost what
-another one costs. Used by space.py, option_costs.py, reshard_costs.py and bound.py.
+numpy takes as long for ten meshes as for one. `distinct_meshes` leaves out those that another
+one stands for. Used by space.py, option_costs.py, reshard_costs.py and bound.py.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ _KINDS = sorted({kind for both in TRAFFIC.values() for kind in both if kind is n
 
 def distinct_meshes(meshes: Sequence[Mesh], world: World) -> list[Mesh]:
     """Return the meshes without those that have the axes of an earlier one in another order, in
-    which collectives over every set of axes take as long: a plan on the one takes what it takes on
-    the other.
+    which collectives over every set of axes take as long. The bounds of the one are those of the
+    other; plans differ in which of two axes that share a dim is the outer one.
 
     Example: of nodes with 8 ranks, x2.y4 stands for x4.y2 on one node, and on eight of them
     x2.y4.z8 for x4.y2.z8, but not for x2.y8.z4, whose axis of 8 reaches beyond a node.

@@ -1,7 +1,7 @@
 """The first stage of the funnel, `space`: the meshes that a layout is searched on, with its rules.
 
-Example: "auto" on one node of 8 ranks has x8, x2.y4 and x2.y2.z2, all without a rule (x4.y2 would
-cost what x2.y4 does); "fsdp" has data8, whose axis splits the batch and every parameter.
+Example: "auto" on one node of 8 ranks has x8, x2.y4, which stands for x4.y2, and x2.y2.z2, all
+without a rule; "fsdp" has data8, whose axis splits the batch and every parameter.
 
 A layout, a world and an annotated program enter, a `Space` leaves: the candidates of the layout
 and, where "auto" compares itself with named layouts, those of these `rivals`. What a named layout
@@ -48,8 +48,8 @@ def space(layout: Layouts, world: World, program: Program, compared: bool) -> Sp
 
 
 def searched_candidates(layout: Layouts, world: World, program: Program) -> list[Candidate]:
-    """Return `candidates` without those of "auto" that cost what another one costs, the same list
-    for the same graph. Raises LayoutError where no mesh fits.
+    """Return `candidates` without those of "auto" that another one stands for (`distinct_meshes`),
+    the same list for the same graph. Raises LayoutError where no mesh fits.
     """
     every = candidates(layout, world.ranks, program)
     if layout != "auto":
