@@ -155,12 +155,13 @@ def estimated_bounds(
     whole = frame(program)
     short, twins = shorten_frame(whole)
     times = Counter(id(twins[id(variable)]) for variable in whole.variables)
+    rounds = 2 if short is whole else 1
     estimates = [0.0] * len(candidates)
     for chunk in _chunks(candidates):
         meshes = meshes_of(tuple(candidates[i][0] for i in chunk), world)
         costs = OptionCosts(whole, meshes, [candidates[i][1] for i in chunk], price)
         messages = Bound(short, costs)
-        for index, seconds in zip(chunk, messages.run(1 + _ROUNDS, times), strict=True):
+        for index, seconds in zip(chunk, messages.run(rounds, times), strict=True):
             estimates[index] = max(0.0, float(seconds))
     return estimates
 

@@ -53,7 +53,7 @@ from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.objective import sum_of_blocks
 from autopar.planner.rematerialize import RematerializationSearch
 from autopar.planner.request import Layouts, PlanRequest
-from autopar.planner.space import Candidate, Space, searched_candidates
+from autopar.planner.space import MOST_AXES, Candidate, Space, searched_candidates
 from autopar.world import World
 
 _MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
@@ -649,6 +649,8 @@ class Contenders:
         share, so many free meshes are bounded there.
         """
         free = all(rules.free for _, rules in candidates)
+        if free:
+            candidates, bounds = _with_useful_axes(candidates, bounds)
         meshes = promising(bounds, candidates, _BOUNDED if free else _RULED, NEAR)
         for plan in self.model.at_shares(shares(self.world)[::-1], meshes, _FREE):
             if self._enter_plan(plan, name).least_step > NEAR * self.least_step:
@@ -680,6 +682,19 @@ class Contenders:
         if name:
             self.named[name][look] = self.all[look]
         return self.all[look]
+
+
+def _with_useful_axes(
+    candidates: Sequence[Candidate], bounds: Sequence[float]
+) -> tuple[Sequence[Candidate], Sequence[float]]:
+    """Return the candidates and their bounds without the meshes of MOST_AXES axes where none of
+    these promises a gain over meshes of fewer: their bounds take longer than those of all others.
+    """
+    pairs = list(zip(candidates, bounds, strict=True))
+    fewer = [pair for pair in pairs if len(pair[0][0].axes) < MOST_AXES]
+    if not fewer or min(bounds) < min(seconds for _, seconds in fewer) * (1 - GAP):
+        return candidates, bounds
+    return [candidate for candidate, _ in fewer], [seconds for _, seconds in fewer]
 
 
 def shares(world: World) -> tuple[float, ...]:

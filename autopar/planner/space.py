@@ -26,7 +26,7 @@ from autopar.world import World
 
 Candidate = tuple[Mesh, Constraint]  # a mesh, and what a layout asks of the nodes on it
 
-_MOST_AXES = 4
+MOST_AXES = 4
 _LETTERS = {1: "x", 2: "xy", 3: "xyz", 4: "wxyz"}
 _MOST_REMEMBERED = 64  # layouts of a graph, and worlds
 
@@ -87,7 +87,7 @@ def _all_meshes(ranks: int) -> Iterator[Mesh]:
     if ranks == 1:
         yield Mesh(())
         return
-    for count in range(1, _MOST_AXES + 1):
+    for count in range(1, MOST_AXES + 1):
         for sizes in factorings(ranks, count):
             if min(sizes) > 1:
                 yield Mesh(tuple(Axis(n, s) for n, s in zip(_LETTERS[count], sizes, strict=True)))
