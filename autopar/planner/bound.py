@@ -79,7 +79,9 @@ class Bounded(NamedTuple):
 
 
 class SpaceBounds(NamedTuple):
-    """The bounds in seconds of a space: of its candidates and, by name, of its rivals'."""
+    """The bounds of a space in seconds: proven ones of its candidates and, by name, estimates of
+    those of its rivals.
+    """
 
     candidates: list[float]
     rivals: dict[str, list[float]]
