@@ -201,9 +201,11 @@ def by_step(comparison: Comparison) -> Table:
 
 def speed(comparison: Comparison, plan: autopar.Plan) -> str:
     """Time of a step, measured and modelled, and what a rank was planned to hold and send."""
+    ranks, cores = dist.get_world_size(), os.cpu_count() or 1
+    few = f" with a core for each; {cores} are shared here" if cores < ranks else ""
     return (
-        f"a step took {comparison.several.seconds:.3f} s on {dist.get_world_size()} ranks "
-        f"(modelled {plan.step_seconds:.3f} s) "
+        f"a step took {comparison.several.seconds:.3f} s on {ranks} ranks "
+        f"(modelled {plan.step_seconds:.3f} s{few}) "
         f"and {comparison.single.seconds:.3f} s on one device; "
         f"a rank sends {plan.comm_bytes / 1e6:.1f} MB a step and holds at most "
         f"{plan.peak_bytes / 1e6:.1f} MB (both planned)"
@@ -254,7 +256,7 @@ def close(
     worst, ranks = comparison.worst, dist.get_world_size()
     subject = (
         f"a GPT of {parameters:.1f} M parameters, written for one device, trained "
-        f"{len(comparison.differences)} steps on {ranks} ranks as {plan.mesh}"
+        f"{len(comparison.differences)} steps on {ranks} ranks (mesh {plan.mesh})"
     )
     word = "[bold red]NOT shown[/]" if worst > LIMIT else "[bold green]shown[/]"
     result = f"the loss differs from one device's by at most {worst:.1e} relative"

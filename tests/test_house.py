@@ -78,8 +78,8 @@ def docstrings() -> Iterator[tuple[str, str]]:
 # -- words -----------------------------------------------------------------------------------------
 @functools.cache
 def retired() -> set[str]:
-    """The words that docs/glossary.md lists as retired."""
-    text = (ROOT / "docs" / "glossary.md").read_text()
+    """The words that CONTRIBUTING.md lists as retired."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text[text.index("## Retired words") :]
     rows = re.findall(r"^\| ([^|]+) \| [^|]+ \|$", table, re.MULTILINE)
     return {word.strip(" `").lower() for row in rows[1:] for word in row.split(",")}
@@ -98,8 +98,8 @@ def words(name: str) -> list[str]:
 # constants and variables. The name of a test is a sentence, whose verb may be "found" or "made".
 @functools.cache
 def vague() -> set[str]:
-    """The words that docs/glossary.md says name nothing."""
-    text = (ROOT / "docs" / "glossary.md").read_text()
+    """The words that CONTRIBUTING.md says name nothing."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     first = text[text.index("## Words that name nothing") :].split(" say what ")[0]
     return set(re.findall(r"`(\w+)`", first))
 

@@ -33,9 +33,9 @@ def calibrate(
     as_json: JsonOption = False,
     json_schema: SchemaOption = False,
 ) -> None:
-    """Measure collectives, products, memory and launches on the ranks that run, and write them to
+    """Measure collectives, matmuls, memory and launches on the ranks that run, and write them to
     world.json, which plan uses from then on. Start it with torchrun; one process alone measures its
-    device. With TARGET, its own products are measured, too.
+    device. With TARGET, its own matmuls are measured, too.
 
     Example: torchrun --nproc-per-node 4 -m autopar calibrate
     """

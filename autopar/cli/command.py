@@ -32,9 +32,8 @@ class ExitStatus(enum.IntEnum):
 
 MEANINGS = {
     ExitStatus.DONE: "done",
-    ExitStatus.CHECK_FAILED: "a check failed: `verify` found a difference, or one of `doctor`'s "
-    "checks failed. Also when the reader of a pipe has gone, and, with a traceback, after a fault "
-    "of autopar itself",
+    ExitStatus.CHECK_FAILED: "a check failed: one of `doctor`'s, or `verify` found a difference; "
+    "or the reader of a pipe has gone; or, with a traceback, autopar itself is at fault",
     ExitStatus.REFUSED: "refused: an option, the target, the layout, the world, the batch or a "
     "file is not valid, or no plan fits; the message says what, where and what to do",
     ExitStatus.INTERRUPTED: "interrupted, as by Ctrl-C",

@@ -149,9 +149,10 @@ def _refuse_absurd(plan: Plan, world: World, named: bool) -> None:
         needs = format_bytes(plan.peak_bytes)
         faults.append(f"needs {needs} on each device, which has {format_bytes(available_bytes)}")
     if faults:
-        name = "other machines" if named else "the machines, as --world dgx-h100 does,"
-        whose = "" if named else ", machines like this one"
+        whose, other = ", which are like this machine", "name your machines, as by --world dgx-h100"
+        if named:
+            whose, other = "", "name other machines"
         raise PlanError(
-            f"a step {' and '.join(faults)} on {world}{whose}: name {name} or more of them, or a "
+            f"on {world}{whose}, a step {' and '.join(faults)}: {other}, or take more of them or a "
             "smaller --batch; --anyway prints this plan all the same"
         )

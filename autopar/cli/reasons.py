@@ -145,9 +145,9 @@ def explain_plan(plan: Plan, pattern: str | None = None) -> Explanation:
 def _reasons(plan: Plan) -> Iterable[str]:
     """Yield what decided this plan, one sentence each."""
     if len(plan.meshes) > 1:
-        proof = "no other plan of this layout has a smaller sum of seconds"
+        proof = "no other plan on them has a smaller sum of seconds"
         if plan.gap >= 1e-6:
-            proof = f"another plan of this layout could save {plan.gap:.2%} of the sum at most"
+            proof = f"another plan on them could save at most {plan.gap:.2%} of the summed seconds"
         yield f"{len(plan.meshes)} meshes were considered: {proof}"
     if plan.overlapped is not None:
         hidden = sum(row.hidden for row in plan.rows)

@@ -147,14 +147,13 @@ def print_summary(out: Console, plan: Plan, world: World | None) -> None:
     print_line(out, "layout", plan.layout)
     out.print(plan.table())
     if plan.groups:
-        print_line(
-            out, "groups", f"{len(plan.groups)} to communicate over: {', '.join(plan.groups)}"
-        )
+        groups = f"{len(plan.groups)} process group{'s' if len(plan.groups) > 1 else ''}"
+        print_line(out, "groups", f"{groups}, named by their axes: {', '.join(plan.groups)}")
     memory = f"{format_bytes(plan.peak_bytes)} at the peak on each device"
     if plan.memory is not None:
         memory = f"{plan.memory} at the peak on each device"
     if plan.device_limit is not None:
-        memory += f"; it may take {limit_text(plan.device_limit, plan.world)}"
+        memory += f", which may hold {limit_text(plan.device_limit, plan.world)}"
     if plan.microbatches > 1:
         memory += f"; {microbatches_text(plan)}"
     for names, what in plan.dropped:
@@ -168,13 +167,13 @@ def _assumed_text(world: World) -> str:
     """Return in words where rates are from that were not measured, and how to measure them."""
     if world.name in PRESETS:
         return (
-            f"assumed from published figures of {world.name}, not measured: there, `torchrun … -m "
-            "autopar calibrate` measures them in two minutes, for --world world.json"
+            f"published figures of {world.name}, not measured; there, `torchrun … -m autopar "
+            f"calibrate` measures them in two minutes and writes {CALIBRATED}, for --world"
         )
     start = f"torchrun --nproc-per-node {world.levels[0].ranks} -m " if world.levels else ""
     return (
-        f"assumed of devices and links like these, not measured: `{start}autopar calibrate` takes "
-        f"two minutes and writes {CALIBRATED}, which plans made here then use"
+        f"assumed, not measured; `{start}autopar calibrate` measures this machine in two minutes "
+        f"and writes {CALIBRATED}, which plans made in this folder then use"
     )
 
 

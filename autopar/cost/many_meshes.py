@@ -1,12 +1,13 @@
 """Meshes with equally many axes, and the seconds of collectives on all of them at once.
 
 Example: the seconds of an all-reduce over axis 0 of 40 meshes, as an array [mesh, …] of its bytes.
-numpy takes as long for ten meshes as for one. Used by option_costs.py, reshard_costs.py and
-bound.py.
+numpy takes as long for ten meshes as for one. `distinct_meshes` leaves out those that another
+one stands for. Used by space.py, option_costs.py, reshard_costs.py and bound.py.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.algorithms import algorithms, flat_algorithms
-from autopar.cost.network import pattern
+from autopar.cost.network import Pattern, pattern
+from autopar.ir.layout import TRAFFIC
 from autopar.ir.mesh import Mesh
 from autopar.world import World
 
@@ -98,11 +100,65 @@ class Meshes:
         return self._lines[key]
 
 
+# -- meshes that differ in the order of their axes alone ------------------------------------------
+_KINDS = sorted({kind for both in TRAFFIC.values() for kind in both if kind is not None})
+
+
+def distinct_meshes(meshes: Sequence[Mesh], world: World) -> list[Mesh]:
+    """Return the meshes without those that have the axes of an earlier one in another order, in
+    which collectives over every set of axes take as long. The bounds of the one are those of the
+    other; plans differ in which of two axes that share a dim is the outer one.
+
+    Example: of nodes with 8 ranks, x2.y4 stands for x4.y2 on one node, and on eight of them
+    x2.y4.z8 for x4.y2.z8, but not for x2.y8.z4, whose axis of 8 reaches beyond a node.
+    """
+    numbers: dict[Hashable, int] = {}  # of what collectives take
+    number_of: dict[Pattern, int] = {}
+
+    def number(digits: Pattern) -> int:
+        if digits not in number_of:
+            number_of[digits] = numbers.setdefault(_rounded_seconds(world, digits), len(numbers))
+        return number_of[digits]
+
+    def look(mesh: Mesh) -> Hashable:
+        """Return the least, over all orders of the axes, of their sizes and of the numbers of every
+        set of them.
+        """
+        places = range(len(mesh.axes))
+        sets = [axes for n in places for axes in itertools.combinations(places, n + 1)]
+        numbers_of = {a: number(pattern(mesh, tuple(mesh.names[i] for i in a))) for a in sets}
+        return min(
+            (
+                tuple(mesh.axes[place].size for place in order),
+                tuple(numbers_of[tuple(sorted(order[i] for i in axes))] for axes in sets),
+            )
+            for order in itertools.permutations(places)
+        )
+
+    first_of_look: dict[Hashable, Mesh] = {}
+    for mesh in meshes:
+        first_of_look.setdefault(look(mesh), mesh)
+    return list(first_of_look.values())
+
+
+def _rounded_seconds(world: World, digits: Pattern) -> Hashable:
+    """Return what every kind of collective takes over a pattern, rounded: hops that are added up in
+    another order differ in the last digits.
+    """
+    return tuple(
+        (f"{algorithm.start_s:.6e}", f"{algorithm.s_per_byte:.6e}", algorithm.bends)
+        for kind in _KINDS
+        for find in (algorithms, flat_algorithms)
+        for algorithm in find(world, kind, digits)
+    )
+
+
+# -- known meshes ----------------------------------------------------------------------------------
 _MESHES: dict[tuple[tuple[Mesh, ...], tuple[float, ...], int], Meshes] = {}
 _MOST_CACHED, _FEW = 32, 16  # each of so many meshes at most: the arrays of more are large
 
 
-def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...]) -> Meshes:
+def meshes_of(meshes: tuple[Mesh, ...], world: World, shares: tuple[float, ...] = ()) -> Meshes:
     """Return these meshes with all that is known of them: searches of one plan ask for the same few
     again and again.
     """

@@ -25,7 +25,7 @@ from autopar.cost.microbatches import optimizer_step, times
 from autopar.cost.simulator import Timeline
 from autopar.ir.graph import block_name, every_node, numbered_block
 from autopar.ir.plan import Plan
-from autopar.ir.plan_table import Collective, Row
+from autopar.ir.plan_table import Collective, Row, numbers_text
 from autopar.ir.program import Program
 from autopar.ir.sharding_rule import results_of
 from autopar.ir.strategy import Strategy
@@ -271,13 +271,8 @@ def _range_name(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     numbers = [[int(n) for n in re.findall(r"\d+", name)] for name in names]
-    ranges = iter(zip(*numbers, strict=True))
-
-    def range_text(_: re.Match[str]) -> str:
-        column = next(ranges)
-        return str(column[0]) if min(column) == max(column) else f"{min(column)}-{max(column)}"
-
-    return re.sub(r"\d+", range_text, names[0])
+    columns = iter(zip(*numbers, strict=True))
+    return re.sub(r"\d+", lambda _: numbers_text(next(columns)), names[0])
 
 
 def _layout_text(program: Program, chain: str) -> str:

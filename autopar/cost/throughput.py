@@ -1,7 +1,7 @@
 """What a plan's modelled step means for training: tokens/s, and the share of the devices' FLOP/s
 that goes into the model.
 
-Example: 2.79 M tokens/s, 43 % model FLOPs utilisation, ± 7 % by published runs. A plan of this
+Example: 2.79 M tokens/s, 43% model FLOPs utilisation. A plan of this
 process and its inputs enter, `Throughput` leaves. Called by cli/, tools/ and
 runtime/training/step_stats.py.
 """
@@ -39,7 +39,9 @@ class Throughput:
     off: float | None
 
     def __str__(self) -> str:
-        error = "" if self.off is None else f", ± {self.off:.0%} by published runs"
+        error = ""
+        if self.off is not None:
+            error = f"; published runs on such devices were {self.off:.0%} off the model on average"
         share = f"{self.utilization:.0%} model FLOPs utilisation"
         return f"{format_count(round(self.rate))} {self.unit}/s, {share}{error}"
 

@@ -8,8 +8,9 @@ search compares the `Memory` of plans. The command line and planner/why.py print
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -122,9 +123,8 @@ class Memory:
     def __str__(self) -> str:
         unit, size = byte_unit(self.peak)
         names = ("parameters", "gradients", "optimizer", "activations", "transient", "in_flight")
-        terms = ", ".join(
-            f"{name.replace('_', ' ')} {getattr(self, name) / size:,.2f}" for name in names
-        )
+        amounts = {name.replace("_", " "): f"{getattr(self, name) / size:,.2f}" for name in names}
+        terms = ", ".join(f"{name} {text}" for name, text in amounts.items() if text != "0.00")
         return f"{self.peak / size:,.2f} {unit} ({terms})"
 
 
@@ -139,12 +139,36 @@ def subgraphs_of(subgraph: str) -> list[str]:
 
     >>> subgraphs_of("blocks.0-2.mlp"), subgraphs_of("head")
     (['blocks.0.mlp', 'blocks.1.mlp', 'blocks.2.mlp'], ['head'])
+    >>> subgraphs_of("blocks.0-1.1,3")
+    ['blocks.0.1', 'blocks.0.3', 'blocks.1.1', 'blocks.1.3']
     """
-    match = re.search(r"(?<![^.])(\d+)-(\d+)(?![^.])", subgraph)
-    if match is None:
-        return [subgraph]
-    before, after = subgraph[: match.start()], subgraph[match.end() :]
-    return [f"{before}{number}{after}" for number in range(int(match[1]), int(match[2]) + 1)]
+    names = [_numbers_of(name) for name in subgraph.split(".")]
+    return [".".join(path) for path in itertools.product(*names)]
+
+
+def numbers_text(numbers: Iterable[int]) -> str:
+    """Return numbers with those that follow one another as ranges.
+
+    >>> numbers_text([0, 1, 2, 5, 7])
+    '0-2,5,7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _numbers_of(name: str) -> list[str]:
+    """Return what `numbers_text` wrote as one name of a path, each number alone; any other name as
+    it is.
+    """
+    if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", name) is None:
+        return [name]
+    ends = [list(map(int, run.split("-"))) for run in name.split(",")]
+    return [str(number) for run in ends for number in range(run[0], run[-1] + 1)]
 
 
 # -- units -----------------------------------------------------------------------------------------

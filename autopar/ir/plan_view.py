@@ -49,7 +49,7 @@ class PrintedTable(Table):
 def table(plan: Plan) -> PrintedTable:
     """Return the plan as a table for people, one line a subgraph."""
     mesh, step = str(plan.mesh) or "of one rank", plan.step_seconds * 1e3
-    title = f"mesh {mesh}: {step:.2f} ms a step, modelled"
+    title = f"mesh {mesh}: {step:,.2f} ms a step, modelled"
     lines = PrintedTable(title=title, title_justify="left", caption_justify="left")
     lines.add_column("subgraph", no_wrap=True)
     for name in ("layout", "collectives"):
@@ -64,24 +64,36 @@ def table(plan: Plan) -> PrintedTable:
     if plan.overlapped is not None:
         lines.add_section()
         lines.add_row(*_cells(plan, summed_rows(plan.rows)))
-    experts = "e experts, " if any(_splits_experts(row.layout) for row in plan.rows) else ""
-    legend = (
-        f"axis→loop dim of Y(m,n) = X(m,k)·W(k,n), {experts}dim of another result, or state where "
-        "none is split: I equal on all ranks, R equal with gradients in parts, P parts of a sum\n"
-        "AG all-gather, RS reduce-scatter, AR all-reduce, A2A all-to-all, B broadcast"
-    )
     lines.caption = "\n".join(
         [
-            legend,
+            *_legend(plan),
             *_step_terms(plan),
+            *_smaller_world(plan),
             *_gap(plan),
             *(f"not split: {escape(reason)}" for reason in plan.unsplit),
             *(escape(f"{what} again in the backward: {names}") for names, what in plan.dropped),
-            *_smaller_world(plan),
             *(escape(line) for line in (*plan.notes, *plan.changed_figures)),
         ]
     )
     return lines
+
+
+def _legend(plan: Plan) -> list[str]:
+    """Return what the columns of the table mean, a line each; "(model)" and "e" only where the
+    table has them.
+    """
+    own = "; (model): ops in the model's own forward"
+    subgraph = "subgraph: a module's ops; equal blocks share a line, which has the sum of theirs"
+    subgraph += own if any(row.subgraph == "(model)" for row in plan.rows) else ""
+    experts = " (e: experts)" if any(_splits_experts(row.layout) for row in plan.rows) else ""
+    return [
+        subgraph,
+        f"layout: of a matmul Y(m,n) = X(m,k)·W(k,n), the loop dim that each axis splits{experts}; "
+        "of another op, the dim of its result, or the result's state where no dim is split: "
+        "I whole on every rank, R whole with gradients in parts, P parts of a sum",
+        "collectives: those of one block; AG all-gather, RS reduce-scatter, AR all-reduce, A2A "
+        "all-to-all, B broadcast",
+    ]
 
 
 def _splits_experts(layout: str) -> bool:
@@ -94,8 +106,19 @@ def _cells(plan: Plan, row: Row) -> list[str]:
     seconds: list[float] = [row.seconds]
     if plan.overlapped is not None:
         seconds = [getattr(row, name) or 0.0 for name in _STEP_PARTS]
-    numbers = [f"{row.bytes / 1e6:,.2f}", *(f"{x * 1e3:.2f}" for x in seconds)]
+    numbers = [_cell(row.bytes / 1e6), *(_cell(x * 1e3) for x in seconds)]
     return [*map(escape, (row.subgraph, row.layout, row.collectives)), *numbers]
+
+
+def _cell(number: float) -> str:
+    """Return a figure with two decimals: "0" is nothing at all, "<0.01" is not.
+
+    >>> _cell(1234.5), _cell(0.004), _cell(0.0)
+    ('1,234.50', '<0.01', '0')
+    """
+    if abs(number) < 1e-9:
+        return "0"
+    return "<0.01" if 0 < number < 0.005 else f"{number:,.2f}"
 
 
 def _step_terms(plan: Plan) -> list[str]:
@@ -103,14 +126,15 @@ def _step_terms(plan: Plan) -> list[str]:
     if plan.overlapped is None:
         return []
     if plan.stage_starts:
-        return ["the lines are of all stages together; a rank sends and computes those of its own"]
+        return ["the table has all stages; a rank sends and computes only the lines of its own"]
     total = summed_rows(plan.rows)
     terms = [
-        f"{_STEP_PARTS[name]} {getattr(total, name) * 1e3:.2f}"
+        f"{_STEP_PARTS[name]} {getattr(total, name) * 1e3:,.2f}"
         for name in ("computation", "exposed")
     ]
-    step = f"{' + '.join(terms)} = {plan.overlapped * 1e3:.2f} ms a step"
-    return [f"MB: sent by a rank; {step}"]
+    step = f"{' + '.join(terms)} = {plan.overlapped * 1e3:,.2f} ms a step"
+    hidden = "communication that is hidden runs under computation, the step waits for exposed one"
+    return [f"MB: sent by a rank in a step; {step}: {hidden}"]
 
 
 def _gap(plan: Plan) -> list[str]:
@@ -119,14 +143,18 @@ def _gap(plan: Plan) -> list[str]:
     """
     if not plan.bound or not plan.mesh.axes:
         return []
-    several = f" on {len(plan.meshes)} meshes" if len(plan.meshes) > 1 else ""
-    less = f"the fastest plan{several}{_memory_text(plan)} takes at most {plan.gap:.2%} less"
+    several = " on this mesh under this layout"
+    if len(plan.meshes) > 1:
+        several = f" on {len(plan.meshes)} meshes"
+    verb = "takes" if plan.overlapped is None else "would take"
+    gap = max(plan.gap, 1e-4)  # as "0.00%" would say that there is none
+    less = f"the fastest plan{several}{_memory_text(plan)} {verb} at most {gap:.2%} less"
     if plan.gap < 1e-6:
-        less = f"no plan{several} takes less"
+        less = f"no plan{several} {verb} less"
     if plan.overlapped is None:
         return [f"gap: {less}"]
-    step = f"with every collective sent alone and waited for, {plan.seconds * 1e3:.2f} ms"
-    return [f"gap: {step}; {less}"]
+    step = f"{plan.seconds * 1e3:,.2f} ms if every collective were sent alone and waited for"
+    return [f"gap: this plan would take {step}; {less}"]
 
 
 def _memory_text(plan: Plan) -> str:

@@ -22,7 +22,7 @@ a model cost what a few of them do.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -79,7 +79,9 @@ class Bounded(NamedTuple):
 
 
 class SpaceBounds(NamedTuple):
-    """The bounds in seconds of a space: of its candidates and, by name, of its rivals'."""
+    """The bounds of a space in seconds: proven ones of its candidates and, by name, estimates of
+    those of its rivals.
+    """
 
     candidates: list[float]
     rivals: dict[str, list[float]]
@@ -107,9 +109,9 @@ def bound(program: Program, space: Space, world: World) -> SpaceBounds:
 def bound_rivals(
     program: Program, rivals: Mapping[str, list[Candidate]], world: World
 ) -> dict[str, list[float]]:
-    """Return what `bound` does for the candidates of each of several layouts. All are bounded in
-    the same arrays: a layout takes as long as one of its meshes. Of a model without equal blocks
-    each is searched, without a bound.
+    """Return an estimate of the bound of every candidate of each of several layouts, which says
+    where their plans are searched and proves nothing. All are in the same arrays: a layout takes as
+    long as one of its meshes. Of a model without equal blocks each is searched, without a bound.
     """
     deep = any(len(each) > 1 for each in rivals.values()) and DeepModel.of(program).runs
     several = [name for name, each in rivals.items() if len(each) > 1 and deep]
@@ -117,7 +119,7 @@ def bound_rivals(
     seconds: list[float] = []
     if candidates:
         reads = program.annotations, program.signature, world, *rivals.values()
-        find = partial(lower_bounds, program, candidates, world)
+        find = partial(estimated_bounds, program, candidates, world)
         seconds = remember(program.module.graph, "bounds of rivals", reads, find, program.counting)
     bounds = iter(seconds)
     return {
@@ -143,6 +145,27 @@ def lower_bounds(
         done += len(chunk)
     tell("meshes bounded", done, len(candidates))
     return bounds
+
+
+@without_collection()
+def estimated_bounds(
+    program: Program, candidates: Sequence[Candidate], world: World, price: Price | None = None
+) -> list[float]:
+    """Return an estimate of what `lower_bounds` does: the bounds of a shorter model, in which what
+    stands for several equal blocks counts as often.
+    """
+    whole = frame(program)
+    short, twins = shorten_frame(whole)
+    times = Counter(id(twins[id(variable)]) for variable in whole.variables)
+    rounds = 2 if short is whole else 1
+    estimates = [0.0] * len(candidates)
+    for chunk in _chunks(candidates):
+        meshes = meshes_of(tuple(candidates[i][0] for i in chunk), world)
+        costs = OptionCosts(whole, meshes, [candidates[i][1] for i in chunk], price)
+        messages = Bound(short, costs)
+        for index, seconds in zip(chunk, messages.run(rounds, times), strict=True):
+            estimates[index] = max(0.0, float(seconds))
+    return estimates
 
 
 @without_collection()
@@ -316,6 +339,7 @@ class Bound:
             self._rated[id(variable)] = self._with_leaves(variable)
         self._grain = self._grain_of(self._least_alone())
         self.rounds = 0  # of messages on this frame
+        self.more_rounds = 2 if start is None else 1  # that still gain more than they take
         self._bounds = np.zeros(self.meshes.mesh_count)
         self.seconds = 0.0  # the bound on the first mesh after the last round
         if start is not None and twins is not None:
@@ -434,8 +458,10 @@ class Bound:
         return _ALIKE * float(bounds.min()) / max(1.0, edges)
 
     # -- messages ----------------------------------------------------------------------------------
-    def run(self, rounds: int = 1) -> Bounds:
-        """Run more rounds and return the bound after them, in seconds per mesh."""
+    def run(self, rounds: int = 1, times: Mapping[int, int] | None = None) -> Bounds:
+        """Run more rounds and return the bound after them, in seconds per mesh. `times`: by id of a
+        variable, how often it counts.
+        """
         self.rounds += rounds
         for _ in range(rounds):
             self._known.clear()  # the last round's updates: few come again
@@ -443,7 +469,8 @@ class Bound:
                 self._update(variable, forwards=True)
             bounds = np.zeros(self.meshes.mesh_count)
             for variable in reversed(self.inner):
-                bounds += self._update(variable, forwards=False)
+                count = 1 if times is None else times[id(variable)]
+                bounds += count * self._update(variable, forwards=False)
             self._grain, self._bounds = self._grain_of(bounds), bounds
         self.seconds = float(self._bounds[0])
         return self._bounds

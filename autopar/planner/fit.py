@@ -50,7 +50,7 @@ from autopar.planner.rematerialize import (
 )
 from autopar.planner.request import Layouts, PlanRequest
 from autopar.planner.solve import GAP, Contender, ShortenedModel, bounds_of, promising
-from autopar.planner.space import Candidate, candidates, rival_candidates
+from autopar.planner.space import Candidate, rival_candidates, searched_candidates
 from autopar.world import World
 
 _STEP = 8.0  # factor between the first prices; its square root after a turn
@@ -212,7 +212,7 @@ class LimitedSearch:
         return LimitedSearch(self.model, self.request.under(layout), self.aim)
 
     def _candidates(self) -> list[Candidate]:
-        return candidates(self.layout, self.world.ranks, self.program)
+        return searched_candidates(self.layout, self.world, self.program)
 
     def lower(self, off: float) -> LimitedSearch:
         """Return the search with an aim lower by `off`, by which an estimate was too low."""

@@ -46,7 +46,7 @@ from autopar.planner.exact_search import search
 from autopar.planner.padding import searched_in_paddings
 from autopar.world import World
 
-NOTE = "the choices are those of the first call: none were searched for these sizes, and no gap"
+NOTE = "the choices are those of the first call; these sizes were not searched, so no gap is known"
 
 Joint = tuple[AxisChoice, ...]  # one choice for each axis
 _MOST = 256  # joint choices of a node that only the further call has

@@ -43,7 +43,7 @@ from autopar.planner.named_layouts import roles_of
 from autopar.planner.objective import cost_terms
 from autopar.planner.request import GridContext, Layouts, PlanRequest
 from autopar.planner.solve import with_bounds
-from autopar.planner.space import candidates
+from autopar.planner.space import candidates, searched_candidates
 from autopar.world import World
 
 Sizes = dict[int, int]  # the padded size of atoms, by their numbers
@@ -456,7 +456,7 @@ def _without_padding(
         plan = _with_layouts(dataclasses.replace(plan, stored=stored), program, at)
     except LayoutError:
         return None
-    meshes = candidates("auto", world.ranks, program)
+    meshes = searched_candidates("auto", world, program)
     bounds = lower_bounds(program, meshes, world)
     seconds = sum(cost_terms(program, plan, world).values())
     plan = dataclasses.replace(

@@ -515,8 +515,8 @@ def _notes(run: _Run, memory: Sequence[Memory], slices: bool) -> tuple[str, ...]
     """
     stages, pipeline, step = run.stages, run.pipeline, run.step
     lines = [
-        f"{len(stages)} stages, each on 1 of {pipeline.ranks} equal parts of the ranks: of a step "
-        f"of {step.seconds * 1e3:.2f} ms, ranks wait {step.bubble:.0%} (the bubble)"
+        f"{len(stages)} stages, each on 1 of {pipeline.ranks} equal parts of the ranks; ranks wait "
+        f"{step.bubble:.0%} (the bubble) of a step of {step.seconds * 1e3:,.2f} ms"
     ]
     for first, last in _alike(run.seconds):
         numbers, own = range(first, last + 1), run.seconds[first]
@@ -534,7 +534,7 @@ def _notes(run: _Run, memory: Sequence[Memory], slices: bool) -> tuple[str, ...]
         lines.append(
             "where ranks of a stage hold the same, each sends a slice of it to the next stage"
         )
-    lines.append("no gap is proven for the stages: the layout within them is the search's")
+    lines.append("gap: none is proven for a plan in stages")
     return tuple(lines)
 
 

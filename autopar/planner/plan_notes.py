@@ -28,6 +28,7 @@ from autopar.ir.strategy import IDLE
 aten = torch.ops.aten
 
 _LARGE = 1000  # entries from which a size is worth a note
+_NOTICEABLE = 0.01  # share of the bytes that a rank sends, from which they are
 
 
 # -- matmuls on axes that replicate them -----------------------------------------------------------
@@ -91,9 +92,9 @@ def idle_note(
         "fewer ranks would be as fast" if len(sizes) == count else "more ranks gain nothing there"
     )
     return (
-        f"{len(sizes)} of {count} products run whole on all ranks of axis {axes}: to split them "
-        f"would save {saved * 1e3:.3g} ms of a step at most, and what ranks would then send and "
-        f"start takes longer; {gain}"
+        f"{len(sizes)} of {count} matmuls run whole on all ranks of axis {axes}: splitting them "
+        f"would save {saved * 1e3:.3g} ms of a step at most, and cost more in what ranks then send "
+        f"and start; {gain}"
     )
 
 
@@ -120,10 +121,10 @@ class Uneven:
         names = list(dict.fromkeys(module_path(n) or n.name for n in self.nodes))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return (
-            f"axis {self.axis.name} of {self.axis.size} does not divide {self.size:,}, {what} of "
-            f"{', '.join(names[:3])}{more}, and cannot split it: a rank sends "
-            f"{sent_bytes / 1e6:,.2f} MB in a step around these modules; pad it to the next "
-            f"multiple, {self.multiple:,}"
+            f"axis {self.axis.name} of {self.axis.size} cannot split {self.size:,}, {what} of "
+            f"{', '.join(names[:3])}{more}, which it does not divide: a rank sends "
+            f"{sent_bytes / 1e6:,.2f} MB in a step around these modules; in the model, pad it to "
+            f"the next multiple, {self.multiple:,}"
         )
 
 
@@ -149,7 +150,9 @@ def uneven(program: Program, plan: Plan) -> list[Uneven]:
 
 
 def uneven_notes(program: Program, plan: Plan) -> tuple[str, ...]:
-    """Return one sentence for each size and axis of `uneven` that makes ranks send something."""
+    """Return one sentence for each size and axis of `uneven` that makes ranks send a noticeable
+    share of the step's bytes. A size that the plan pads has its own note, by `padding_notes`.
+    """
     return tuple(note for _, note in _notes_by_nodes(program, plan))
 
 
@@ -171,7 +174,8 @@ def _notes_by_nodes(program: Program, plan: Plan) -> Iterator[tuple[Uneven, str]
             for collective in plan.collectives
             if collective.chain in chains and each.axis.name in collective.axes
         )
-        if sent:
+        padded = any(each.size == padding.padded for padding in plan.padding)
+        if sent > _NOTICEABLE * plan.comm_bytes and not padded:
             yield each, each.sentence(sent)
 
 
@@ -203,9 +207,9 @@ def padding_notes(program: Program, plan: Plan) -> tuple[str, ...]:
 def _rows_note(what: str, size: int, padded: int) -> str:
     rows = "rows" if what == "batch" else "tokens"
     return (
-        f"the {what} is padded inside the graph, from {size:,} to {padded:,} {rows}, as no axis "
-        f"divides it: the further {rows} are copies of the first ones, which no loss counts and no "
-        f"output has; what splits the {what} computes {100 * (padded / size - 1):.2g} % more"
+        f"the {what} is padded inside the graph, from {size:,} to {padded:,} {rows}, because no "
+        f"axis divides it: ops that split the {what} compute {100 * (padded / size - 1):.2g} % "
+        f"more; the added {rows} are copies, which no loss counts and no output has"
     )
 
 
@@ -215,13 +219,13 @@ def _padding_note(
     size, padded = sizes
     listed = list(dict.fromkeys(names))
     more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    what = "the vocabulary" if vocabulary else "a factor"
+    what = "the vocabulary" if vocabulary else f"a dim of {size:,}"
     costs = f"{100 * (padded / size - 1):.2g} %"
     weights = "" if stored else ", and its weights are padded anew in every step"
     return (
         f"{what} of {', '.join(listed[:3])}{more} is padded with zeros inside the graph, from "
-        f"{size:,} to {padded:,}, as no axis divides it: what splits it computes and sends "
-        f"{costs} more{weights}; parameters, checkpoints and outputs have no padding"
+        f"{size:,} to {padded:,}, because no axis divides it: ops that split it compute and send "
+        f"{costs} more{weights}; parameters, checkpoints and outputs keep their sizes"
     )
 
 

@@ -157,7 +157,7 @@ def fastest_plans(program: Program, world: World, request: PlanRequest) -> list[
     simulated step, the fastest first.
     """
     assert request.layout is not None
-    searched = space(request.layout, world.ranks, program, _are_compared(world, request))
+    searched = space(request.layout, world, program, _are_compared(world, request))
     bounds = bound(program, searched, world)
     contenders = solve(program, world, searched, bounds, request)
     return simulate(contenders, request)

@@ -129,7 +129,7 @@ class GridHSDP:
     >>> [row.layout for row in plan.rows[:2]]
     ['shard→m, tensor→n', 'shard→m, tensor→k']
 
-    `sequence`: what stands between the products of a block is split on its sequence over `tensor`
+    `sequence`: activations between the matmuls of a block are split on their sequence over `tensor`
     (Megatron's sequence parallelism, arXiv 2205.05198, section 4.2.2). Words with r = m/(replicate
     · shard) rows: as Grid4D's with z = shard, x = 1, y = tensor. Raises, when planned, LayoutError
     where the product of the sizes is not the number of ranks, or replicate · shard does not divide
@@ -231,16 +231,19 @@ class Stages:
     >>> plan.stage_starts, str(plan.mesh)
     (('layers.2',), 'data2')
 
-    `count`: "auto" tries every divisor of the ranks and takes the fastest. `within`: the layout of
-    every stage, a name, a grid or a dict. `schedule`: the order of forwards and backwards: "gpipe"
-    (arXiv 1811.06965, section 2.3), "1f1b" (arXiv 2006.09503, section 3.1), or "interleaved" (arXiv
-    2104.04473, section 2.2) or "looped-bfs" (arXiv 2211.05953), where each rank has `rounds`
-    stages; or with backwards in two halves "zero-bubble" of any rounds (arXiv 2401.10241, sections
-    2.1 and 5), "zbv" (section 6) and "dualpipev" (arXiv 2412.19437) of two; "auto" takes the
-    fastest of 1f1b, interleaved, zero-bubble and zbv. Blocks are the model's repeated modules, and
-    the cuts make the slowest stage as fast as can be. Raises, when planned, LayoutError where
-    `count` does not divide the ranks, PlanError where the model has fewer blocks than stages, or a
-    step has no micro-batches, or not as many as the schedule takes.
+    - `count`: "auto" tries every divisor of the ranks and takes the fastest.
+    - `within`: the layout of every stage, a name, a grid or a dict.
+    - `schedule`: the order of forwards and backwards. With one stage a rank: "gpipe" (arXiv
+      1811.06965, section 2.3) and "1f1b" (arXiv 2006.09503, section 3.1). With `rounds` stages a
+      rank: "interleaved" (arXiv 2104.04473, section 2.2) and "looped-bfs" (arXiv 2211.05953). With
+      backwards in two halves: "zero-bubble" of any rounds (arXiv 2401.10241, sections 2.1 and 5),
+      "zbv" (section 6) and "dualpipev" (arXiv 2412.19437) of two. "auto" takes the fastest of 1f1b,
+      interleaved, zero-bubble and zbv.
+
+    Blocks are the model's repeated modules, and the cuts make the slowest stage as fast as can be.
+    Raises, when planned, LayoutError where `count` does not divide the ranks; PlanError where the
+    model has fewer blocks than stages, or a step has no micro-batches, or not as many as the
+    schedule takes.
     """
 
     count: int | Literal["auto"] = "auto"

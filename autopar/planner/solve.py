@@ -42,6 +42,7 @@ from autopar.planner.bound import (
     Choices,
     SpaceBounds,
     bound_candidates,
+    estimated_bounds,
     lower_bounds,
     near,
     need_no_bound,
@@ -52,7 +53,7 @@ from autopar.planner.exact_search import search, search_nearly
 from autopar.planner.objective import sum_of_blocks
 from autopar.planner.rematerialize import RematerializationSearch
 from autopar.planner.request import Layouts, PlanRequest
-from autopar.planner.space import Candidate, Space, candidates
+from autopar.planner.space import MOST_AXES, Candidate, Space, searched_candidates
 from autopar.world import World
 
 _MARGIN = 2e-2  # of the bound: options within it of the least are searched exactly
@@ -79,7 +80,7 @@ def search_meshes(program: Program, world: World, request: PlanRequest) -> Progr
     to the first mesh.
     """
     assert request.layout is not None
-    plan = best(program, candidates(request.layout, world.ranks, program), world)
+    plan = best(program, searched_candidates(request.layout, world, program), world)
     return with_requested_recomputation(dataclasses.replace(program, plan=plan), request)
 
 
@@ -123,29 +124,37 @@ def best_within(
         return _best_of_all(program, candidates, world, price)
     tightened = list(bounds)
     known: dict[int, Bound] = {}  # messages on the meshes searched, by their places
+    loose: dict[int, Bound] = {}  # those of them that more rounds may tighten
 
-    def searched(index: int) -> Plan:
-        plan, messages = _search_near(program, candidates[index], world, price, _LEFT)
+    def searched(index: int, enough: float) -> Plan | None:
+        messages = _messages_on(program, candidates[index], world, price)
         if messages is not None:
             known[index] = messages
+            if messages.seconds < enough < math.inf:  # more rounds take less than a search
+                messages.run(messages.more_rounds)
+            else:
+                loose[index] = messages
             tightened[index] = max(tightened[index], messages.seconds)
-        return plan
+        if tightened[index] >= enough:
+            return None
+        return _search_near(program, candidates[index], world, price, messages, _LEFT)
 
     plan = _best_in_order(candidates, tightened, _TRIES, searched)
-    _tighten(tightened, known, plan.seconds * (1 - GAP))
+    _tighten(tightened, loose, plan.seconds * (1 - GAP))
     near_bound = min(tightened) >= plan.seconds * (1 - _SETTLED)
     if not near_bound and price is None:  # prices are tried one after the other
         plan = again(program, plan, candidates, world, known=known)
     return _with_bounds(plan, candidates, tightened)
 
 
-def _tighten(bounds: list[float], known: Mapping[int, Bound], enough: float) -> None:
-    """Raise the least of the bounds by further rounds of its messages, once on each mesh, as long
-    as it is below `enough` seconds and its messages are known: no other one counts.
+def _tighten(bounds: list[float], loose: Mapping[int, Bound], enough: float) -> None:
+    """Raise the least of the bounds by more rounds of its messages, once on each mesh, as long
+    as it is below `enough` seconds and its messages are among the `loose`: no other one counts.
     """
-    left = dict(known)
+    left = dict(loose)
     while (least := min(bounds)) < enough and (place := bounds.index(least)) in left:
-        bounds[place] = max(least, float(left.pop(place).run(_MORE_ROUNDS)[0]))
+        messages = left.pop(place)
+        bounds[place] = max(least, float(messages.run(messages.more_rounds)[0]))
 
 
 def _with_bounds(plan: Plan, candidates: Sequence[Candidate], bounds: Sequence[float]) -> Plan:
@@ -158,17 +167,21 @@ def _best_in_order(
     candidates: Sequence[Candidate],
     bounds: Sequence[float],
     tries: int,
-    searched: Callable[[int], Plan],
+    searched: Callable[[int, float], Plan | None],
 ) -> Plan:
     """Return the best plan of the `tries` most promising candidates, until none promises more than
-    the best one found. `searched`: searches the candidate at a place.
+    the best one found. `searched`: searches the candidate at a place, or returns None where no plan
+    on it takes less than so many seconds.
     """
     incumbent: Plan | None = None
     for index in by_promise(candidates, bounds)[:tries]:
-        if incumbent is not None and bounds[index] >= incumbent.seconds * (1 - GAP):
+        enough = math.inf if incumbent is None else incumbent.seconds * (1 - GAP)
+        if bounds[index] >= enough:
             break
-        plan = searched(index)
-        if incumbent is None or plan.seconds < incumbent.seconds * (1 - 1e-9):
+        plan = searched(index, enough)
+        if plan is not None and (
+            incumbent is None or plan.seconds < incumbent.seconds * (1 - 1e-9)
+        ):
             incumbent = plan
     assert incumbent is not None
     return incumbent
@@ -212,9 +225,24 @@ def exact(
     """Return the plan of least modelled time on one mesh among the options that the bound leaves,
     and the bound in seconds. Not `thorough`: among fewer options.
     """
-    counts = _LEFT if thorough else _QUICKLY_LEFT
-    plan, messages = _search_near(program, (mesh, constraint), world, None, counts)
+    counts, candidate = _LEFT if thorough else _QUICKLY_LEFT, (mesh, constraint)
+    messages = _messages_on(program, candidate, world, None)
+    plan = _search_near(program, candidate, world, None, messages, counts)
     return plan, plan.bound if messages is None else min(messages.seconds, plan.seconds)
+
+
+def _messages_on(
+    program: Program, candidate: Candidate, world: World, price: Price | None
+) -> Bound | None:
+    """Return a round of messages on one mesh; None where its rules leave so little that all options
+    are searched.
+    """
+    mesh, constraint = candidate
+    if not mesh.axes or not constraint.free:
+        return None
+    messages = pass_messages(program, [candidate], world, price)
+    messages.run()
+    return messages
 
 
 def _search_near(
@@ -222,19 +250,17 @@ def _search_near(
     candidate: Candidate,
     world: World,
     price: Price | None,
+    messages: Bound | None,
     counts: Sequence[int],
-) -> tuple[Plan, Bound | None]:
-    """Return the plan of least modelled time on one mesh among the options that its bound leaves,
-    at most the first of `counts` a region that tables allow, and the bound's messages; None where
-    the rules leave so little that all options are searched.
+) -> Plan:
+    """Return the plan of least modelled time on one mesh among the options that its messages leave,
+    at most the first of `counts` a region that tables allow; among all without messages.
     """
-    mesh, constraint = candidate
-    if not mesh.axes or not constraint.free:
-        return search_nearly(program, mesh, world, constraint, None, price), None
-    messages = pass_messages(program, [candidate], world, price)
-    margin = _MARGIN * float(messages.run()[0])
-    limits = _near_limits(messages, margin, counts)
-    return _search_among(program, limits, candidate, world, price), messages
+    if messages is None:
+        mesh, constraint = candidate
+        return search_nearly(program, mesh, world, constraint, None, price)
+    limits = _near_limits(messages, _MARGIN * messages.seconds, counts)
+    return _search_among(program, limits, candidate, world, price)
 
 
 def again(
@@ -373,7 +399,7 @@ def _quickly_best(
     """Return the best plan of the most promising candidates."""
     bounds = [each.seconds for each in bounds_of_each]
 
-    def searched(index: int) -> Plan:
+    def searched(index: int, enough: float) -> Plan:
         return _searched(program, candidates[index], bounds_of_each[index], world, price)
 
     plan = _best_in_order(candidates, bounds, _QUICK_TRIES, searched)
@@ -432,12 +458,12 @@ class ShortenedModel:
         return ShortenedModel(program, self.world)
 
     def bounds(self, candidates: Sequence[Candidate], price: Price | None = None) -> list[float]:
-        """Return a lower bound in seconds of the full program's step for every candidate; 0 for a
-        single one, which needs none.
+        """Return an estimate of the bound in seconds of the full program's step for every
+        candidate; 0 for a single one, which needs none.
         """
         if len(candidates) == 1:
             return [0.0]
-        return lower_bounds(self.program, candidates, self.world, price)
+        return estimated_bounds(self.program, candidates, self.world, price)
 
     @cached_property
     def deep(self) -> DeepModel:
@@ -623,6 +649,8 @@ class Contenders:
         share, so many free meshes are bounded there.
         """
         free = all(rules.free for _, rules in candidates)
+        if free:
+            candidates, bounds = _with_useful_axes(candidates, bounds)
         meshes = promising(bounds, candidates, _BOUNDED if free else _RULED, NEAR)
         for plan in self.model.at_shares(shares(self.world)[::-1], meshes, _FREE):
             if self._enter_plan(plan, name).least_step > NEAR * self.least_step:
@@ -654,6 +682,19 @@ class Contenders:
         if name:
             self.named[name][look] = self.all[look]
         return self.all[look]
+
+
+def _with_useful_axes(
+    candidates: Sequence[Candidate], bounds: Sequence[float]
+) -> tuple[Sequence[Candidate], Sequence[float]]:
+    """Return the candidates and their bounds without the meshes of MOST_AXES axes where none of
+    these promises a gain over meshes of fewer: their bounds take longer than those of all others.
+    """
+    pairs = list(zip(candidates, bounds, strict=True))
+    fewer = [pair for pair in pairs if len(pair[0][0].axes) < MOST_AXES]
+    if not fewer or min(bounds) < min(seconds for _, seconds in fewer) * (1 - GAP):
+        return candidates, bounds
+    return [candidate for candidate, _ in fewer], [seconds for _, seconds in fewer]
 
 
 def shares(world: World) -> tuple[float, ...]:

@@ -1,11 +1,11 @@
-"""The first stage of the funnel, `space`: every mesh that a layout allows, with its rules.
+"""The first stage of the funnel, `space`: the meshes that a layout is searched on, with its rules.
 
-Example: "auto" on 8 ranks has x8, x2.y4, x4.y2 and x2.y2.z2, all without a rule; "fsdp" has data8,
-whose axis splits the batch and every parameter.
+Example: "auto" on one node of 8 ranks has x8, x2.y4, which stands for x4.y2, and x2.y2.z2, all
+without a rule; "fsdp" has data8, whose axis splits the batch and every parameter.
 
-A layout, a number of ranks and an annotated program enter, a `Space` leaves: the candidates of the
-layout and, where "auto" compares itself with named layouts, those of these `rivals`. What a named
-layout asks is in named_layouts.py. bound.py is the next stage.
+A layout, a world and an annotated program enter, a `Space` leaves: the candidates of the layout
+and, where "auto" compares itself with named layouts, those of these `rivals`. What a named layout
+asks is in named_layouts.py. bound.py is the next stage.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from autopar.cost.many_meshes import distinct_meshes
 from autopar.errors import LayoutError
 from autopar.ir.dim_roles import expert_atoms
 from autopar.ir.graph import remember
@@ -21,10 +22,11 @@ from autopar.ir.program import Program
 from autopar.planner.constraint import Constraint
 from autopar.planner.named_layouts import NAMES, meshes_with_rules
 from autopar.planner.request import Layouts
+from autopar.world import World
 
 Candidate = tuple[Mesh, Constraint]  # a mesh, and what a layout asks of the nodes on it
 
-_MOST_AXES = 4
+MOST_AXES = 4
 _LETTERS = {1: "x", 2: "xy", 3: "xyz", 4: "wxyz"}
 _MOST_REMEMBERED = 64  # layouts of a graph, and worlds
 
@@ -39,10 +41,25 @@ class Space(NamedTuple):
     compared: bool
 
 
-def space(layout: Layouts, ranks: int, program: Program, compared: bool) -> Space:
+def space(layout: Layouts, world: World, program: Program, compared: bool) -> Space:
     """Return what is searched for a layout. Raises LayoutError where no mesh fits it."""
-    rivals = rival_candidates(ranks, program) if compared and layout == "auto" else {}
-    return Space(candidates(layout, ranks, program), rivals, compared)
+    rivals = rival_candidates(world.ranks, program) if compared and layout == "auto" else {}
+    return Space(searched_candidates(layout, world, program), rivals, compared)
+
+
+def searched_candidates(layout: Layouts, world: World, program: Program) -> list[Candidate]:
+    """Return `candidates` without those of "auto" that another one stands for (`distinct_meshes`),
+    the same list for the same graph. Raises LayoutError where no mesh fits.
+    """
+    every = candidates(layout, world.ranks, program)
+    if layout != "auto":
+        return every
+
+    def find() -> list[Candidate]:
+        constraints = dict(every)
+        return [(m, constraints[m]) for m in distinct_meshes(list(constraints), world)]
+
+    return remember(program.module.graph, "searched candidates", (world, every), find)
 
 
 def candidates(layout: Layouts, ranks: int, program: Program) -> list[Candidate]:
@@ -70,7 +87,7 @@ def _all_meshes(ranks: int) -> Iterator[Mesh]:
     if ranks == 1:
         yield Mesh(())
         return
-    for count in range(1, _MOST_AXES + 1):
+    for count in range(1, MOST_AXES + 1):
         for sizes in factorings(ranks, count):
             if min(sizes) > 1:
                 yield Mesh(tuple(Axis(n, s) for n, s in zip(_LETTERS[count], sizes, strict=True)))

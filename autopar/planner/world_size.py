@@ -26,7 +26,7 @@ from autopar.planner.fit import LimitedSearch
 from autopar.planner.rematerialize import effort
 from autopar.planner.request import PlanRequest
 from autopar.planner.solve import ShortenedModel, exact
-from autopar.planner.space import Candidate, candidates
+from autopar.planner.space import Candidate, searched_candidates
 from autopar.world import Level, World
 
 _AS_FAST = 1.01  # times the plan's seconds
@@ -130,7 +130,7 @@ def _small_candidates(program: Program, world: World, request: PlanRequest) -> l
     mesh.
     """
     try:
-        all_candidates = candidates(request.layout or "auto", world.ranks, program)
+        all_candidates = searched_candidates(request.layout or "auto", world, program)
     except LayoutError:
         return []
     return [

@@ -64,15 +64,16 @@ class Check:
     >>> max(check.loss_error, check.grad_error, check.step_error) < 1e-9
     True
 
-    A gradient's error is |difference| / max(|gradient|, 1e-6 · the model's largest gradient), entry
-    by entry. Values that are zero but for rounding are compared relative to a thousandth of the
-    terms that cancel in them; values that depend on unwritten memory are not compared
-    (reference.py). A parameter's error is its largest |difference| over its largest entry, or over
-    the distance that AdamW can move it in these steps (rate · steps) if that is larger. AdamW's
-    epsilon is 1e-3 · the model's largest gradient: a gradient that is zero but for rounding, as
-    that of a bias before a batch norm, would else be scaled up to a full step, and grow from there.
-    Where all gradients are zero but for rounding, it is 1e-3 · the largest terms that cancel in
-    them.
+    - A gradient's error, entry by entry: |difference| / max(|gradient|, 1e-6 · the model's largest
+      gradient).
+    - A parameter's error: its largest |difference| over its largest entry, or over the distance
+      that AdamW can move it in these steps (rate · steps) if that is larger.
+    - Values that are zero but for rounding are compared relative to a thousandth of the terms that
+      cancel in them. Values that depend on unwritten memory are not compared (reference.py).
+
+    AdamW's epsilon is 1e-3 · the model's largest gradient, or, where all gradients are zero but for
+    rounding, 1e-3 · the largest terms that cancel in them. With a smaller one a gradient that is
+    zero but for rounding, as that of a bias before a batch norm, would move by a full step.
     """
 
     loss_error: float

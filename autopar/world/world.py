@@ -204,7 +204,11 @@ class World:
         if self.links:
             slowest = min(link.bytes_per_s for link in self.links)
             return f"{text}; {len(self.links)} links of {slowest / 1e9:.3g} GB/s or more"
-        links = [_describe_level(level) for level in self.levels if level.ranks > 1]
+        levels = [level for level in self.levels if level.ranks > 1]
+        links = [
+            _describe_level(level, "groups" if number else "ranks")
+            for number, level in enumerate(levels)
+        ]
         return text + (f"; links: {', '.join(links)}" if links else "")
 
     # -- making one --------------------------------------------------------------------------------
@@ -319,8 +323,8 @@ def _world_fields(detected: machines.Detected) -> tuple[Any, ...]:
     return detected.levels, detected.device, detected.backend, "", detected.launch_s
 
 
-def _describe_level(level: Level) -> str:
-    rate = f"{level.ranks} at {level.bytes_per_s / 1e9:.3g} GB/s"
+def _describe_level(level: Level, joined: str) -> str:
+    rate = f"{level.ranks} {joined} at {level.bytes_per_s / 1e9:.3g} GB/s"
     qualifiers = (" a rank" if level.per == "rank" else "") + (
         " over direct wires" if level.direct else ""
     )

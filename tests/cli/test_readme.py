@@ -9,15 +9,19 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 import readme
 from launch import launched
 
 STEPS = 3
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -94,3 +98,22 @@ def shell(words: list[str], folder: Path) -> str:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def test_the_lock_installs_on_the_oldest_python_that_the_readme_names() -> None:
+    """Of packages that are installed as locked: `make` fails where one asks for a newer Python."""
+    oldest = re.search(r"Python (\d+\.\d+) or newer", (ROOT / "README.md").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert oldest is not None and project["requires-python"] == f">={oldest[1]}"
+    pins = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements.lock").read_text(), re.M)
+    installed = [metadata(name) for name, _ in pins]
+    as_locked = [
+        m for m, (_, version) in zip(installed, pins, strict=True) if m["Version"] == version
+    ]
+    assert len(as_locked) > len(pins) / 2
+    newer = {
+        f"{m['Name']} {m['Version']}": m["Requires-Python"]
+        for m in as_locked
+        if not SpecifierSet(m["Requires-Python"] or "").contains(f"{oldest[1]}.0")
+    }
+    assert not newer

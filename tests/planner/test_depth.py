@@ -237,6 +237,9 @@ def test_what_fits_by_an_estimate_alone_is_refused(too_low):
     program = annotated(Deepened(), (torch.randn(512, 32),))
     budget = Budget(0.95 * needs(program, "fsdp", "full"))
     plan = search_plan(program, TWO, PlanRequest("fsdp", budget=budget))
-    assert too_low == [pytest.approx(0.9)]
+    (off,) = too_low
+    assert (
+        0.9 <= off < 0.91
+    )  # the exact peak is that of a neighbouring rung, which needs a little less
     with pytest.raises(PlanError, match="every block recomputed, needs"):
         rematerialize_to_fit(emit_program(plan, TWO), TWO, budget)

@@ -239,11 +239,11 @@ def test_plan_says_both_and_a_file_keeps_them() -> None:
     assert plan.overlapped == pytest.approx(plan.timeline().seconds)
     assert plan.overlapped < plan.seconds
     table = plan.table()
-    assert str(table.title).endswith(f": {plan.overlapped * 1e3:.2f} ms a step, modelled")
-    waited = f"gap: with every collective sent alone and waited for, {plan.seconds * 1e3:.2f} ms; "
+    assert str(table.title).endswith(f": {plan.overlapped * 1e3:,.2f} ms a step, modelled")
+    waited = f"gap: this plan would take {plan.seconds * 1e3:,.2f} ms if every collective were sent"
     assert waited in str(table.caption)
     loose = dataclasses.replace(plan, bound=0.9 * plan.seconds)  # another may take a tenth less
-    assert "takes at most 10.00% less" in str(loose.table().caption)
+    assert "would take at most 10.00% less" in str(loose.table().caption)
     assert Plan.from_json(plan.to_json()).overlapped == plan.overlapped
     headings = [str(column.header) for column in plan.table().columns]
     parts = ["compute", "comm.", "hidden", "exposed"]
@@ -253,7 +253,7 @@ def test_plan_says_both_and_a_file_keeps_them() -> None:
     assert sum(r.hidden for r in rows) == pytest.approx(step.hidden_seconds)
     assert sum(r.computation + r.exposed for r in rows) == pytest.approx(plan.overlapped)
     assert all(-1e-12 <= r.exposed <= r.communication + 1e-12 for r in rows)
-    assert f"= {plan.overlapped * 1e3:.2f} ms a step" in str(plan.table().caption)
+    assert f"= {plan.overlapped * 1e3:,.2f} ms a step" in str(plan.table().caption)
     assert Plan.from_json(plan.to_json()).rows == rows
     in_order = autopar.plan(model, WORLD, inputs, memory=1e18, smaller=False, overlap=False)
     assert [str(column.header) for column in in_order.table().columns][-1] == "ms"

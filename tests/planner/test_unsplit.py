@@ -139,7 +139,7 @@ def test_auto_says_that_fewer_ranks_would_be_as_fast_where_it_splits_nothing() -
     assert plan.smaller is not None and plan.smaller[0] == 1
     assert not plan.unsplit
     (note,) = plan.notes
-    assert note.startswith("10 of 10 products run whole on all ranks of axis ")
+    assert note.startswith("10 of 10 matmuls run whole on all ranks of axis ")
     assert note.endswith("fewer ranks would be as fast")
 
 

@@ -15,6 +15,7 @@ import autopar
 from autopar.cli.reasons import explain_plan
 from autopar.cost.memory import Budget
 from autopar.ir.plan_table import format_seconds
+from autopar.ir.plan_view import how_fast
 from autopar.planner.request import PlanRequest
 from autopar.planner.world_size import _halves, _seconds_if_as_fast, _times
 from models import gpt, mlp
@@ -28,7 +29,7 @@ def test_a_smaller_world_that_is_as_fast_is_named() -> None:
     ranks, seconds = plan.smaller
     alone = autopar.plan(model, ranks, args)
     assert ranks < 4 and seconds == pytest.approx(alone.seconds) and seconds < 1.01 * plan.seconds
-    assert f"{ranks} rank" in str(plan.table().caption) and "as fast" in str(plan.table().caption)
+    assert f"{ranks} rank would be {how_fast(plan)}: " in str(plan.table().caption)
     loaded = autopar.Plan.from_json(json.loads(json.dumps(plan.to_json())))
     assert loaded.smaller == plan.smaller
     assert autopar.plan(model, 4, args, smaller=False).smaller is None

@@ -34,7 +34,7 @@ def test_levels_multiply_to_ranks() -> None:
     assert World.from_graph(star(5), CORE).ranks == 5
     assert str(NODES) == (
         "4 ranks of core (0.04 TFLOP/s, 7.45 GiB each), gloo; "
-        "links: 2 at 0.6 GB/s and 100 µs, 2 at 0.05 GB/s and 1e+03 µs"
+        "links: 2 ranks at 0.6 GB/s and 100 µs, 2 groups at 0.05 GB/s and 1e+03 µs"
     )
 
 

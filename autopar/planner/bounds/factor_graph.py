@@ -341,7 +341,7 @@ def node_look(notes: Annotations, node: fx.Node) -> Hashable:
     return target, rule, shapes, results[0].dtype
 
 
-_EDGE = 2  # equal units of blocks that stay at either end of a run
+_EDGE = 1  # equal units of blocks that stay at either end of a run
 
 Twins = Mapping[int, Variable]  # by the id of a variable of the full frame
 

@@ -82,7 +82,7 @@ class Advice:
             and _sizes(row.layout, self.own) != _sizes(theirs[row.subgraph], self.plan)
         ]
         more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-        between = ["what stands between the products"] if not lines else []
+        between = ["the layouts of activations between matmuls"] if not lines else []
         mesh = f"the mesh: autopar has {self.own.mesh}, {self.tool.name} {self.plan.mesh}"
         return (mesh, *lines[:_LISTED], *more, *between)
 

@@ -20,7 +20,15 @@ from autopar.errors import PlanError
 from autopar.ir.graph import module_path
 from autopar.ir.layout import Layout
 from autopar.ir.plan import Plan
-from autopar.ir.plan_table import Row, format_bytes, format_count, format_seconds, subgraphs_of
+from autopar.ir.plan_table import (
+    Row,
+    format_bytes,
+    format_count,
+    format_ranks,
+    format_seconds,
+    subgraphs_of,
+)
+from autopar.ir.plan_view import how_fast
 from autopar.tools.report.alternatives import Alternative, alternatives
 
 _MOST_FORMULAS = 40  # subgraphs with a closed form: each takes a moment
@@ -114,10 +122,11 @@ def _cards(plan: Plan, name: str, inputs: Any) -> Iterable[Card]:
         yield Card(f"{rate.unit}/s", format_count(round(rate.rate)), "on all ranks")
         yield Card("model FLOPs utilisation", f"{rate.utilization:.0%}", "of the devices' peak")
     limit = plan.device_limit or plan.world.device.memory_bytes
-    share = f"{plan.peak_bytes / limit:.0%} of {format_bytes(limit)}"
+    part = plan.peak_bytes / limit
+    share = f"{f'{part:.0%}' if part >= 0.01 else 'less than 1%'} of {format_bytes(limit)}"
     yield Card("memory", format_bytes(plan.peak_bytes), f"at the peak of each device, {share}")
     if plan.bound:
-        more = "of the summed seconds is what another plan could save at most"
+        more = "the most that another plan could save of the summed seconds"
         yield Card("gap", f"{plan.gap:.2%}", more)
 
 
@@ -135,9 +144,13 @@ def _step_text(plan: Plan) -> str:
         return "modelled; communication is waited for"
     exposed = sum(row.exposed or 0.0 for row in plan.rows)
     hidden = sum(row.hidden for row in plan.rows)
+    smaller = ""
+    if plan.smaller is not None:
+        ranks, seconds = plan.smaller
+        smaller = f"; {format_ranks(ranks)} would be {how_fast(plan)}: {format_seconds(seconds)}"
     return (
         f"modelled; communication: {format_seconds(hidden)} hidden, {format_seconds(exposed)} "
-        "exposed"
+        f"exposed{smaller}"
     )
 
 

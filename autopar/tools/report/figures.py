@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _MOST_MESHES, _MOST_SPANS = 40, 4000
-_CLOSE = 0.03  # of the width or height of a figure: points whose names would overlap
+_CLOSE = 0.03, 0.15  # of the height and width of a figure: points whose names would overlap
 _COLOURS = {
     "compute": "#4c78a8", "wait": "#e45756", "all_gather": "#72b7b2", "reduce_scatter": "#f58518",
     "all_reduce": "#b279a2", "all_to_all": "#eeca3b", "broadcast": "#54a24b", "reduce": "#9d755d",
@@ -115,8 +115,8 @@ def _names_of_points(timed: Sequence[Alternative]) -> list[str]:
             for before in range(number)
             if names[before]
             and all(
-                abs(a - b) < _CLOSE * s
-                for a, b, s in zip(points[before], point, spans, strict=True)
+                abs(a - b) < close * s
+                for a, b, s, close in zip(points[before], point, spans, _CLOSE, strict=True)
             )
         ]
         names.append([] if near else [other.layout])

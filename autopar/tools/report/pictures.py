@@ -121,8 +121,9 @@ def cluster(world: World, load: list[float]) -> str:
             f'<div class="level" style="border-color: hsl(20 90% {80 - 40 * share:.0f}%); '
             f'border-width: {1 + 4 * share:.1f}px">{picture * shown}{more}</div>'
         )
+        joined = "groups" if number else "ranks"
         names.append(
-            f"<li>level {number + 1}: {level.ranks} joined by {level.bytes_per_s / 1e9:.3g} GB/s "
+            f"<li>level {number + 1}: {level.ranks} {joined} at {level.bytes_per_s / 1e9:.3g} GB/s "
             f"per {level.per}; a rank sends {load[number] / 1e6:,.1f} MB over it in a step</li>"
         )
     return f'<div class="cluster">{picture}</div><ul>{"".join(names)}</ul>'
