@@ -120,7 +120,7 @@ def distinct_meshes(meshes: Sequence[Mesh], world: World) -> list[Mesh]:
             number_of[digits] = numbers.setdefault(_rounded_seconds(world, digits), len(numbers))
         return number_of[digits]
 
-    def look(mesh: Mesh) -> Hashable:
+    def key(mesh: Mesh) -> Hashable:
         """Return the least, over all orders of the axes, of their sizes and of the numbers of every
         set of them.
         """
@@ -135,10 +135,10 @@ def distinct_meshes(meshes: Sequence[Mesh], world: World) -> list[Mesh]:
             for order in itertools.permutations(places)
         )
 
-    first_of_look: dict[Hashable, Mesh] = {}
+    first_of_key: dict[Hashable, Mesh] = {}
     for mesh in meshes:
-        first_of_look.setdefault(look(mesh), mesh)
-    return list(first_of_look.values())
+        first_of_key.setdefault(key(mesh), mesh)
+    return list(first_of_key.values())
 
 
 def _rounded_seconds(world: World, digits: Pattern) -> Hashable:

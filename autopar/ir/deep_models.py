@@ -25,7 +25,7 @@ from autopar._compat import LazyGraphModule
 from autopar.ir.graph import (
     Block,
     Unit,
-    block_looks,
+    block_keys,
     block_name,
     blocks,
     module_path,
@@ -64,15 +64,15 @@ class DeepModel:
             if known
             else {n: (b, i) for b, nodes in self.blocks.items() for i, n in enumerate(nodes)}
         )
-        self._looks: dict[Block, Hashable] = (
-            known._looks if known else block_looks(self.blocks, self._places)
+        self._keys: dict[Block, Hashable] = (
+            known._keys if known else block_keys(self.blocks, self._places)
         )
         self._apart: dict[tuple[Unit, ...], bool] = known._apart if known else {}
         plan = program.plan
         copies = _copies(plan) if plan else {}
         laid_out = {b: _block_layouts(plan, copies, nodes) for b, nodes in self.blocks.items()}
-        looks = {b: (self._looks[b], laid_out[b]) for b in self.blocks}
-        long_runs = (tuple(run) for run in repeats(looks) if len(run) > 2 * edge + more)
+        keys = {b: (self._keys[b], laid_out[b]) for b in self.blocks}
+        long_runs = (tuple(run) for run in repeats(keys) if len(run) > 2 * edge + more)
         self.runs = tuple(run for run in long_runs if self._is_apart(run))
         self._shorter: dict[int | None, Program] = {}
         # Modules without these nodes and their signatures, which programs that differ in their

@@ -139,13 +139,13 @@ def block_name(block: Block) -> str:
     return f"{block[0]}.{block[1]}".lstrip(".")
 
 
-def alike(looks: Mapping[Block, Hashable]) -> Iterator[list[Block]]:
-    """Yield the longest runs of blocks with consecutive numbers that look the same. `looks` maps
+def alike(keys: Mapping[Block, Hashable]) -> Iterator[list[Block]]:
+    """Yield the longest runs of blocks with consecutive numbers that look the same. `keys` maps
     each block to a value that is equal for blocks that look the same.
     """
     run: list[Block] = []
-    for block in sorted(looks):
-        if run and (block != (run[-1][0], run[-1][1] + 1) or looks[block] != looks[run[-1]]):
+    for block in sorted(keys):
+        if run and (block != (run[-1][0], run[-1][1] + 1) or keys[block] != keys[run[-1]]):
             yield run
             run = []
         run.append(block)
@@ -153,19 +153,19 @@ def alike(looks: Mapping[Block, Hashable]) -> Iterator[list[Block]]:
         yield run
 
 
-def repeats(looks: Mapping[Block, Hashable]) -> Iterator[list[Unit]]:
+def repeats(keys: Mapping[Block, Hashable]) -> Iterator[list[Unit]]:
     """Yield the longest runs of units that look the same. A unit is one block, or several with
     consecutive numbers that come in turns, as layers of windowed and of full attention do.
 
     >>> list(repeats({("layers", i): "wf"[i % 2] for i in range(6)}))[0][0]
     (('layers', 0), ('layers', 1))
     """
-    for stretch in alike(dict.fromkeys(looks)):  # whatever they look like
+    for stretch in alike(dict.fromkeys(keys)):  # whatever they look like
         start = 0
         while start < len(stretch):
             left = stretch[start:]
             sizes = range(1, min(_LONGEST_UNIT, len(left)) + 1)
-            counts = [(_times(left, size, looks), size) for size in sizes]
+            counts = [(_times(left, size, keys), size) for size in sizes]
             # several blocks are a unit only where they come often: two of them stand for nothing
             count, size = max(
                 ((n, size) for n, size in counts if size == 1 or n > 2),
@@ -175,10 +175,10 @@ def repeats(looks: Mapping[Block, Hashable]) -> Iterator[list[Unit]]:
             start += count * size
 
 
-def _times(stretch: list[Block], size: int, looks: Mapping[Block, Hashable]) -> int:
+def _times(stretch: list[Block], size: int, keys: Mapping[Block, Hashable]) -> int:
     """Return how often the first `size` blocks of a stretch repeat from its beginning on."""
     pairs = zip(stretch, stretch[size:], strict=False)
-    equal = itertools.takewhile(lambda pair: looks[pair[0]] == looks[pair[1]], pairs)
+    equal = itertools.takewhile(lambda pair: keys[pair[0]] == keys[pair[1]], pairs)
     return sum(1 for _ in equal) // size + 1
 
 
@@ -395,16 +395,14 @@ def sort(graph: fx.Graph) -> bool:
     return True
 
 
-def block_looks(
+def block_keys(
     blocks: Mapping[Block, list[fx.Node]], places: Mapping[fx.Node, tuple[Block, int]]
 ) -> dict[Block, Hashable]:
     """Return for every block what it computes, and from which values."""
-    return {b: tuple(_node_look(places, b, node) for node in nodes) for b, nodes in blocks.items()}
+    return {b: tuple(_node_key(places, b, node) for node in nodes) for b, nodes in blocks.items()}
 
 
-def _node_look(
-    places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.Node
-) -> Hashable:
+def _node_key(places: Mapping[fx.Node, tuple[Block, int]], block: Block, node: fx.Node) -> Hashable:
     """Return what a node computes and the places of its inputs, the same for equal nodes of two
     blocks.
     """

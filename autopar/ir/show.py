@@ -177,13 +177,13 @@ def _folded(module: fx.GraphModule) -> dict[str, str]:
     """Return the blocks that are like one before them, each with the line that stands for all of
     its run, at the first of them.
     """
-    looks: dict[Block, list[Any]] = {}
+    keys: dict[Block, list[Any]] = {}
     for node in module.graph.nodes:
         block = numbered_block(subgraph_of(node)) if node.op == "call_function" else None
         if block is not None:
-            looks.setdefault(block, []).append((function_name(node.target), _note(node, True)))
+            keys.setdefault(block, []).append((function_name(node.target), _note(node, True)))
     hidden: dict[str, str] = {}
-    for run in alike({block: tuple(look) for block, look in looks.items()}):
+    for run in alike({block: tuple(key) for block, key in keys.items()}):
         (path, first), last = run[0], run[-1][1]
         numbers = f"{first + 1}-{last}" if last > first + 1 else f"{last}"
         for block in run[1:]:

@@ -123,7 +123,7 @@ def strategies(
     return legal
 
 
-def rule_look(rule: OpShardingRule, factors: Atoms) -> Hashable:
+def rule_key(rule: OpShardingRule, factors: Atoms) -> Hashable:
     """Return a key of all in a node's rule that its strategies and their cost depend on."""
     atoms = tuple((f, tuple((a.size, a.opaque) for a in chain)) for f, chain in factors.items())
     return (

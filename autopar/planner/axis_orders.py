@@ -43,7 +43,7 @@ class NestingOrders:
         """
         return lambda slot, axes: self._orders(self._atom(name, slot), axes)
 
-    def look(self, name: str, joint: Sequence[tuple[AxisChoice, ...]]) -> Hashable:
+    def key(self, name: str, joint: Sequence[tuple[AxisChoice, ...]]) -> Hashable:
         """Return a key of all orders of a node's joint choices."""
         orders = self.of_node(name)
         taken = [axes_by_slot(choices, self._mesh) for choices in joint]

@@ -233,18 +233,18 @@ def near(messages: Bound, margin: float, most: int, place: int = 0) -> Mapping[s
     """
     joint_options = messages.near(margin, most, place)
     choices: dict[str, Choices] = {}
-    choices_by_look: dict[Hashable, Choices] = {}
+    choices_by_key: dict[Hashable, Choices] = {}
     for variable in messages.frame.variables:
         if variable.name not in joint_options:
             continue
         names = [variable.name] if variable.region is None else variable.region.nodes
         for position, name in enumerate(names):
-            look = (variable.look, joint_options[variable.name], position)
-            if look not in choices_by_look:
-                choices_by_look[look] = _joint_choices(
+            key = (variable.key, joint_options[variable.name], position)
+            if key not in choices_by_key:
+                choices_by_key[key] = _joint_choices(
                     variable, joint_options[variable.name], position
                 )
-            choices[name] = choices_by_look[look]
+            choices[name] = choices_by_key[key]
     return choices
 
 
@@ -280,7 +280,7 @@ class Message(NamedTuple):
 class _End:
     """An edge as one of its variables sees it: the state of each own option (`mine`) and of each
     option of the other variable (`theirs`), in `states`; `reshards`: those between them;
-    `look`: an identity of all these.
+    `number`: an identity of all these.
     """
 
     edge: Edge
@@ -289,7 +289,7 @@ class _End:
     theirs: tuple[int, ...]
     states: tuple[int, ...]
     reshards: ReshardBounds
-    look: int
+    number: int
 
     def across(self, costs: Floats) -> Floats:
         """Return costs over the states at this end as costs over the states at the other: a new
@@ -299,8 +299,8 @@ class _End:
         return only(costs, self.theirs, self.states)
 
 
-class _Look(NamedTuple):
-    """The states and reshards that edges which look alike share: see _End."""
+class _EdgeStates(NamedTuple):
+    """The states and reshards that edges of equal keys share: see _End."""
 
     produced: tuple[int, ...]
     wanted: tuple[int, ...]
@@ -328,7 +328,7 @@ class Bound:
         self._place = {id(v): i for i, v in enumerate(frame.variables)}
         self._inward: dict[int, Rated] = {} if start is None else start._inward
         self._rated = {id(v): self._mesh_last(costs.rated(v)) for v in frame.variables}
-        self._looks: dict[Hashable, _Look] = {} if start is None else start._looks
+        self._edge_states: dict[Hashable, _EdgeStates] = {} if start is None else start._edge_states
         self._ends: dict[int, list[_End]] = {id(v): self._ends_of(v) for v in frame.variables}
         self._messages: dict[tuple[int, bool], Message] = {}  # by edge, and whether to its maker
         self._kinds: dict[Hashable, list[Message]] = defaultdict(list)
@@ -357,15 +357,16 @@ class Bound:
 
     def _end(self, edge: Edge, makes: bool) -> _End:
         numbers = (self._rated[id(edge.maker)].number, self._rated[id(edge.user)].number)
-        key = (edge.look, *numbers)
-        if key not in self._looks:
+        key = (edge.key, *numbers)
+        if key not in self._edge_states:
             produced = self._states(edge.kind, edge.produced, edge.maker)
             wanted = self._states(edge.kind, edge.wanted, edge.user)
             reshards = self._reshards_of(edge.kind, produced, wanted)
-            self._looks[key] = _Look(produced, wanted, reshards, len(self._looks) + 1)
-        produced, wanted, reshards, look = self._looks[key]
+            number = len(self._edge_states) + 1
+            self._edge_states[key] = _EdgeStates(produced, wanted, reshards, number)
+        produced, wanted, reshards, number = self._edge_states[key]
         mine, theirs = (produced, wanted) if makes else (wanted, produced)
-        return _End(edge, makes, mine, theirs, reshards.states, reshards, look)
+        return _End(edge, makes, mine, theirs, reshards.states, reshards, number)
 
     def _states(self, kind: Kind, states: tuple[int, ...], variable: Variable) -> tuple[int, ...]:
         """Return the states of the remaining options; I and R are one where no gradient flows."""
@@ -393,7 +394,7 @@ class Bound:
         leaves = [e for e in self._ends[id(variable)] if not e.makes and e.edge.maker.is_leaf]
         key = (
             own.number,
-            tuple((e.look, self._rated[id(e.edge.maker)].number) for e in leaves),
+            tuple((e.number, self._rated[id(e.edge.maker)].number) for e in leaves),
             tuple(variable.handed),
         )
         if key not in self._folded:
@@ -432,14 +433,14 @@ class Bound:
     def _take_over(self, other: Bound, twins: Twins) -> None:
         """Start from the messages of a bound on the shorter frame."""
         arrived = {
-            (id(v), end.look, end.makes, _beyond(end)): message
+            (id(v), end.number, end.makes, _beyond(end)): message
             for v in other.inner
             for end in other._ends[id(v)]
             if (message := other._messages.get((id(end.edge), end.makes))) is not None
         }
         for variable in self.inner:
             for end in self._ends[id(variable)]:
-                key = (id(twins[id(variable)]), end.look, end.makes, _beyond(end, twins))
+                key = (id(twins[id(variable)]), end.number, end.makes, _beyond(end, twins))
                 if key in arrived:
                     self._messages[id(end.edge), end.makes] = arrived[key]
         self._kinds, self._count = other._kinds, other._count
@@ -487,7 +488,7 @@ class Bound:
         key = (
             own.number,
             share,
-            tuple((e.look, e.makes, e in sending, self._arrived(e)[0]) for e in ends),
+            tuple((e.number, e.makes, e in sending, self._arrived(e)[0]) for e in ends),
         )
         if key not in self._known:
             self._known[key] = self._computed(own.seconds, ends, sending, share)
@@ -534,7 +535,7 @@ class Bound:
             bounds += lowest
             message_seconds -= lowest
             np.minimum(message_seconds, BIG, out=message_seconds)
-            message, excess = self._unique(message_seconds, (end.look, end.makes))
+            message, excess = self._unique(message_seconds, (end.number, end.makes))
             bounds -= excess
             sent.append(message)
         return bounds, sent
@@ -562,25 +563,25 @@ class Bound:
         with a bound of at most `margin` seconds above the least, but only the `most` lowest.
         """
         near_options: dict[str, Joint] = {}
-        options_by_look: dict[Hashable, Joint] = {}
+        options_by_key: dict[Hashable, Joint] = {}
         for variable in self.inner:
             own = self._rated[id(variable)]
             ends = [e for e in self._ends[id(variable)] if not self._other(e).is_leaf]
-            key = (own.number, own.options, tuple((e.look, self._arrived(e)[0]) for e in ends))
+            key = (own.number, own.options, tuple((e.number, self._arrived(e)[0]) for e in ends))
             total: Floats | None = None
-            if key not in options_by_look:
+            if key not in options_by_key:
                 total = self._total(own.seconds, ends)
-                options_by_look[key] = _lowest_options(own, total[..., place], margin, most)
+                options_by_key[key] = _lowest_options(own, total[..., place], margin, most)
             if not variable.is_hub:
-                near_options[variable.name] = options_by_look[key]
+                near_options[variable.name] = options_by_key[key]
             for number, end in enumerate(self._ends[id(variable)]):
                 if self._other(end).is_leaf:
-                    if (key, number) not in options_by_look:
+                    if (key, number) not in options_by_key:
                         total = self._total(own.seconds, ends) if total is None else total
                         stored = self._of_stored(end, total)[..., place]
                         leaf = self._rated[id(end.edge.maker)]
-                        options_by_look[key, number] = _lowest_options(leaf, stored, margin, most)
-                    near_options[self._other(end).name] = options_by_look[key, number]
+                        options_by_key[key, number] = _lowest_options(leaf, stored, margin, most)
+                    near_options[self._other(end).name] = options_by_key[key, number]
         return near_options
 
     def _of_stored(self, end: _End, total: Floats) -> Floats:

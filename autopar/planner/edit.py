@@ -31,7 +31,7 @@ from autopar.ir.strategy import (
     Strategy,
     axis_choices,
     placements,
-    rule_look,
+    rule_key,
     strategies,
 )
 
@@ -105,10 +105,10 @@ class _Checker:
         """Return the completed choice; equal layers are checked once."""
         node, rule = self.nodes[name], self.notes.specs[name]
         shapes = operand_shapes(node), result_shapes(node)
-        look = rule_look(rule, self.notes.factors[name]), shapes, self._gradient(node)
-        if (look, choice) not in self.known:
-            self.known[look, choice] = self._choice(name, choice)
-        return self.known[look, choice]
+        key = rule_key(rule, self.notes.factors[name]), shapes, self._gradient(node)
+        if (key, choice) not in self.known:
+            self.known[key, choice] = self._choice(name, choice)
+        return self.known[key, choice]
 
     def _choice(self, name: str, choice: Choice) -> Choice:
         """Return the completed choice, derived from the part that was edited."""

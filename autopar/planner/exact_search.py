@@ -49,7 +49,7 @@ from autopar.ir.strategy import (
     Strategy,
     axis_choices,
     placements,
-    rule_look,
+    rule_key,
 )
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.axis_orders import NestingOrders
@@ -248,12 +248,12 @@ class Search:
 
         pads = self.program.pads(node.name) if parameter else ()
         joint = None if self.among is None or pads else self.among[node.name]
-        orders, look = self._axis_orders(node.name, joint)
+        orders, orders_key = self._axis_orders(node.name, joint)
         already = self.constraint.stored_already(node.name, gradient) if parameter else None
 
         key = (
             *("stored", shape, signature, size, gradient, parameter),
-            *(rules, joint, look, already, pads),
+            *(rules, joint, orders_key, already, pads),
         )
         if key not in self.known:
             layouts = placements(dims, shape, self.mesh, I if gradient else R, joint, orders)
@@ -288,7 +288,7 @@ class Search:
         shapes = operand_shapes(node), result_shapes(node)
         key = (
             node.target if node.target in HAVE_INNER_COLLECTIVES else None,
-            rule_look(rule, factors),
+            rule_key(rule, factors),
             *shapes,
             results[0].dtype,
             gradient,
@@ -324,7 +324,7 @@ class Search:
         """Return the orders of axes at a node or stored tensor, None for all, and a key of them."""
         if self.orders is None or joint is None:
             return None, None
-        return self.orders.of_node(name), self.orders.look(name, joint)
+        return self.orders.of_node(name), self.orders.key(name, joint)
 
     def _node_seconds(self, node: fx.Node, strategy: Strategy) -> float:
         """Return the seconds of a node under a strategy, with the price of what it saves."""

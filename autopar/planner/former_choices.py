@@ -37,7 +37,7 @@ from autopar.ir.strategy import (
     AxisChoice,
     axes_by_slot,
     axis_choices,
-    rule_look,
+    rule_key,
     split_of,
     strategies,
 )
@@ -111,10 +111,10 @@ def _choices_by_node(former: Program, plan: Plan) -> Mapping[str, Joint] | None:
         choice = plan.choices.get(node.name)
         if choice is None:
             continue
-        look = _look(notes, node), choice
-        if look not in known:
-            known[look] = _joint_choice(notes, node, choice, plan.mesh)
-        joint = known[look]
+        key = _node_key(notes, node), choice
+        if key not in known:
+            known[key] = _joint_choice(notes, node, choice, plan.mesh)
+        joint = known[key]
         if joint is None:
             return None
         by_node[node.name] = joint
@@ -137,10 +137,10 @@ def _joint_choice(notes: Annotations, node: fx.Node, choice: Choice, mesh: Mesh)
     return None
 
 
-def _look(notes: Annotations, node: fx.Node) -> object:
+def _node_key(notes: Annotations, node: fx.Node) -> object:
     """Return a key of all that the strategies of a node depend on."""
-    look = rule_look(notes.specs[node.name], notes.factors[node.name])
-    return look, operand_shapes(node), result_shapes(node), carries_gradient(notes, node)
+    key = rule_key(notes.specs[node.name], notes.factors[node.name])
+    return key, operand_shapes(node), result_shapes(node), carries_gradient(notes, node)
 
 
 # -- the same choices at other sizes ---------------------------------------------------------------
@@ -171,12 +171,12 @@ def _choices_to_search(
         joint = known.get(name)
         if joint is not None and not _same_op(node, nodes[name], notes, before):
             return None
-        look = _look(notes, node), joint
-        if look not in legal:
-            legal[look] = _legal(notes, node, joint, plan.mesh)
-        if not legal[look]:
+        key = _node_key(notes, node), joint
+        if key not in legal:
+            legal[key] = _legal(notes, node, joint, plan.mesh)
+        if not legal[key]:
             return None
-        near[name] = legal[look]
+        near[name] = legal[key]
     return near
 
 

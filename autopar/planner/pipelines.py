@@ -306,11 +306,11 @@ class _Run:
         assert plan is not None
         stages = stage_graphs.cut(full, starts)
         stage_graphs.check(full, stages)
-        by_look: dict[str, StageSeconds] = {}
+        by_key: dict[str, StageSeconds] = {}
         for stage in stages:
-            if known.look(stage) not in by_look:
-                by_look[known.look(stage)] = _seconds(stage, full)
-        seconds = tuple(by_look[known.look(stage)] for stage in stages)
+            if known.key(stage) not in by_key:
+                by_key[known.key(stage)] = _seconds(stage, full)
+        seconds = tuple(by_key[known.key(stage)] for stage in stages)
         return _Run._of_stages(schedule, pipeline, starts, stages, seconds, known)
 
     def under(self, schedule: str) -> _Run:
@@ -334,12 +334,12 @@ class _Run:
         if runs_in_halves(order) and not any(own.weights for own in seconds):
             halves: dict[str, tuple[float, float]] = {}
             for stage in stages:
-                if known.look(stage) not in halves:
+                if known.key(stage) not in halves:
                     program = stage.program
-                    halves[known.look(stage)] = halves_of_backward(
+                    halves[known.key(stage)] = halves_of_backward(
                         program, plan.world, stage.receives
                     )
-            split = (halves[known.look(stage)] for stage in stages)
+            split = (halves[known.key(stage)] for stage in stages)
             seconds = tuple(
                 own._replace(inputs=inputs, weights=weights)
                 for own, (inputs, weights) in zip(seconds, split, strict=True)

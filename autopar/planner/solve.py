@@ -658,7 +658,7 @@ class Contenders:
 
     def _enter_plan(self, plan: Plan, name: str) -> Contender:
         """Add a plan at its full price, unless one like it is there."""
-        known = self.all.get(_plan_look(plan))
+        known = self.all.get(_plan_key(plan))
         return self.enter(self._at_full_price(plan) if known is None else known.deep, name)
 
     def _at_full_price(self, plan: Plan) -> DeepModel:
@@ -674,14 +674,14 @@ class Contenders:
     def enter(self, deep: DeepModel, name: str = "") -> Contender:
         """Add a plan, and return it with its seconds when what can overlap counts least."""
         assert deep.program.plan is not None
-        look = _plan_look(deep.program.plan)
-        if look not in self.all:
+        key = _plan_key(deep.program.plan)
+        if key not in self.all:
             lightest = DeepModel(with_share(deep.program, self.least_share), deep)
-            self.all[look] = Contender(deep, sum_of_blocks(lightest, self.world))
-            self.least_step = min(self.least_step, self.all[look].least_step)
+            self.all[key] = Contender(deep, sum_of_blocks(lightest, self.world))
+            self.least_step = min(self.least_step, self.all[key].least_step)
         if name:
-            self.named[name][look] = self.all[look]
-        return self.all[look]
+            self.named[name][key] = self.all[key]
+        return self.all[key]
 
 
 def _with_useful_axes(
@@ -702,7 +702,7 @@ def shares(world: World) -> tuple[float, ...]:
     return tuple(dict.fromkeys(max(share, world.contention) for share in SHARES))
 
 
-def _plan_look(plan: Plan) -> Hashable:
+def _plan_key(plan: Plan) -> Hashable:
     """Return a key that is equal for plans that differ only in the names of their axes."""
     sizes = tuple(axis.size for axis in plan.mesh.axes)
     choices = {

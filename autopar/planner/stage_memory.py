@@ -144,9 +144,9 @@ class StageMemory:
 
     def __init__(self, world: World, budget: Budget) -> None:
         self.world, self.budget = world, budget
-        self._looks: dict[int, str] = {}
-        self._stages: list[Stage] = []  # whose looks are known by their identity
-        self._firsts: dict[str, Stage] = {}  # the first stage of each look
+        self._keys: dict[int, str] = {}
+        self._stages: list[Stage] = []  # whose keys are known by their identity
+        self._firsts: dict[str, Stage] = {}  # the first stage of each key
         self._steps: dict[str, RematerializationSteps] = {}
         self._memory: dict[tuple[str, Rematerialized], MemoryOfStep] = {}
         self._halves: dict[tuple[str, Rematerialized], HalvesMemory] = {}
@@ -154,24 +154,24 @@ class StageMemory:
 
     def of(self, stage: Stage, rung: Rematerialized = _NOTHING) -> MemoryOfStep:
         """Return what the stage holds with the rung's blocks, of those that it has, run again."""
-        look, own = self._key(stage, rung)
-        if (look, own) not in self._memory:
+        key, own = self._key_and_rung(stage, rung)
+        if (key, own) not in self._memory:
             program = self.steps(stage).program_at(own) if any(own) else stage.program
             optimizer = self.budget.optimizer
-            self._memory[look, own] = peak_and_saved(program, optimizer, self.world)
-        return self._memory[look, own]
+            self._memory[key, own] = peak_and_saved(program, optimizer, self.world)
+        return self._memory[key, own]
 
     def halves(self, stage: Stage, rung: Rematerialized = _NOTHING) -> HalvesMemory:
         """Return what the stage holds where its backwards run in two halves, on this rung."""
-        look, own = self._key(stage, rung)
-        if (look, own) not in self._halves:
+        key, own = self._key_and_rung(stage, rung)
+        if (key, own) not in self._halves:
             program = self.steps(stage).program_at(own) if any(own) else stage.program
             optimizer = self.budget.optimizer
             # the names of what this stage receives, in the graph of the first that looks like it
-            received = self._firsts[look].receives if any(own) else stage.receives
+            received = self._firsts[key].receives if any(own) else stage.receives
             peaks = peak_of_halves(program, received, optimizer, self.world)
-            self._halves[look, own] = peaks
-        return self._halves[look, own]
+            self._halves[key, own] = peaks
+        return self._halves[key, own]
 
     def of_rank(
         self,
@@ -191,52 +191,52 @@ class StageMemory:
 
     def seconds(self, stage: Stage, rung: Rematerialized) -> float:
         """Return the seconds that a micro-batch takes longer on this rung."""
-        look, own = self._key(stage, rung)
+        key, own = self._key_and_rung(stage, rung)
         if not any(own):
             return 0.0
-        if (look, own) not in self._seconds:
+        if (key, own) not in self._seconds:
             program = self.steps(stage).program_at(own)
-            self._seconds[look, own] = rematerialization_seconds(program, self.world)
-        return self._seconds[look, own]
+            self._seconds[key, own] = rematerialization_seconds(program, self.world)
+        return self._seconds[key, own]
 
     def able(self, stage: Stage) -> tuple[Names, Names]:
         """Return the blocks of a stage that gather weights, and those with cheap ops."""
         steps = self.steps(stage)
-        pairs = list(zip(stage.blocks, self._firsts[self.look(stage)].blocks, strict=True))
+        pairs = list(zip(stage.blocks, self._firsts[self.key(stage)].blocks, strict=True))
         fetching = tuple(name for name, twin in pairs if twin in steps.fetching)
         return fetching, tuple(name for name, twin in pairs if twin in steps.cheap)
 
     def steps(self, stage: Stage) -> RematerializationSteps:
         """Return the rungs of the first stage that looks like this one."""
-        look = self.look(stage)
-        if look not in self._steps:
-            program = self._firsts[look].program
+        key = self.key(stage)
+        if key not in self._steps:
+            program = self._firsts[key].program
             assert program.plan is not None
             bare = dataclasses.replace(program.plan, **_NOTHING._asdict(), memory=None)
             program = dataclasses.replace(program, plan=bare)
-            self._steps[look] = RematerializationSteps(program, self.world, self.budget)
-        return self._steps[look]
+            self._steps[key] = RematerializationSteps(program, self.world, self.budget)
+        return self._steps[key]
 
-    def look(self, stage: Stage) -> str:
+    def key(self, stage: Stage) -> str:
         """Return a name that stages of equal graphs share."""
-        if id(stage) not in self._looks:
-            look = self._looks[id(stage)] = look_of(stage)
-            self._firsts.setdefault(look, stage)
+        if id(stage) not in self._keys:
+            key = self._keys[id(stage)] = stage_key(stage)
+            self._firsts.setdefault(key, stage)
             self._stages.append(stage)
-        return self._looks[id(stage)]
+        return self._keys[id(stage)]
 
-    def _key(self, stage: Stage, rung: Rematerialized) -> tuple[str, Rematerialized]:
-        """Return the look of a stage, and the rung in the names of the first stage of that look."""
-        look = self.look(stage)
+    def _key_and_rung(self, stage: Stage, rung: Rematerialized) -> tuple[str, Rematerialized]:
+        """Return the key of a stage, and the rung in the names of the first stage with that key."""
+        key = self.key(stage)
         if not any(rung):
-            return look, _NOTHING
-        twins = dict(zip(stage.blocks, self._firsts[look].blocks, strict=True))
-        return look, Rematerialized(
+            return key, _NOTHING
+        twins = dict(zip(stage.blocks, self._firsts[key].blocks, strict=True))
+        return key, Rematerialized(
             *(tuple(twins[n] for n in names if n in twins) for names in rung)
         )
 
 
-def look_of(stage: Stage) -> str:
+def stage_key(stage: Stage) -> str:
     """Return a name that stages share whose graphs have the same ops on the same local shapes."""
     program = stage.program
     kinds = {e.node: (e.kind, e.trainable) for e in program.signature.inputs}

@@ -75,7 +75,7 @@ class Timed:
     scheduled: float = 0.0  # modelled seconds of the forward and the backward that run
     mesh: str = ""
     setup_s: float = 0.0
-    seen: dict[str, float] = field(default_factory=dict)  # see `look`
+    seen: dict[str, float] = field(default_factory=dict)  # see `profiled`
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def profile(job: Job, contestants: dict[str, peers.Contestant]) -> None:
         seen.export_chrome_trace(str(folder / f"{file}.{dist.get_rank()}.json"))
 
 
-def look(job: Job, contestant: peers.Contestant, world: autopar.World) -> dict[str, float]:
+def profiled(job: Job, contestant: peers.Contestant, world: autopar.World) -> dict[str, float]:
     """Of profiled steps: how much of the communication is hidden, and could be (see hidden.py);
     seconds of communication, exposed and lost to late ranks; modelled communication over
     computation. Nothing of peers and on other ranks than 0.
@@ -309,7 +309,7 @@ def run(job: Job) -> dict[str, Any]:
     if job.seen:
         for timed in table:
             if timed.name in contestants and timed.name.partition("+")[2] in ("", "waiting"):
-                timed.seen = look(job, contestants[timed.name], world)
+                timed.seen = profiled(job, contestants[timed.name], world)
     facts = {**asdict(job), "world": str(world), "load": load, "single": asdict(single)}
     facts["cores"] = os.cpu_count()
     return {**facts, "contestants": [asdict(timed) for timed in table]}

@@ -14,7 +14,7 @@ from autopar.cost.memory import Budget
 from autopar.passes.stages import cut
 from autopar.planner.pipelines import memory_by_rank
 from autopar.planner.request import PlanRequest
-from autopar.planner.stage_memory import look_of
+from autopar.planner.stage_memory import stage_key
 from autopar.runtime.apply import renew_plan
 
 WORLD = autopar.World.preset("dgx-h100", 4)
@@ -75,6 +75,6 @@ def test_stages_of_equal_blocks_look_alike() -> None:
     plan = autopar.plan(model, WORLD, (ids, ids), Stages(4, "ddp"), microbatches=4, smaller=False)
     assert plan.context is not None
     stages = cut(plan.context.program, plan.stage_starts)
-    looks = [look_of(stage) for stage in stages]
-    assert looks[1] == looks[2] and len(set(looks)) == 3
+    keys = [stage_key(stage) for stage in stages]
+    assert keys[1] == keys[2] and len(set(keys)) == 3
     assert [stage.blocks for stage in stages] == [(f"blocks.{n}",) for n in range(4)]

@@ -378,7 +378,7 @@ class _Run:
         self._calls = OperatorCalls(inputs) if noted is None else noted.after()
         self._tensors = None if noted is None else noted.by_name()
         self._stack = ExitStack()
-        self._known: dict[Any, tuple[Any, list[Any]]] = {}  # results of nodes, by their looks
+        self._known: dict[Any, tuple[Any, list[Any]]] = {}  # results of nodes, by their keys
         self._names: dict[Any, Any] = {}  # of the model's results -> of the graph's
         leaves = iter(pytree.tree_leaves((fakes.args, fakes.kwargs)))
         placeholders = graph.find_nodes(op="placeholder")
@@ -440,12 +440,12 @@ class _Run:
         assert self._tensors is not None
         writes = any(call.operator._schema.is_mutable for call in becomes)
         for arguments in itertools.islice(_candidates(node, was, becomes), 1 if writes else None):
-            look = None if writes else self._look(node, arguments, becomes)
-            if look is not None and look in self._known:
-                structure, names = self._known[look]
+            key = None if writes else self._key(node, arguments, becomes)
+            if key is not None and key in self._known:
+                structure, names = self._known[key]
                 own = [self._at(node, becomes, place) for place in names]
                 self.values[node] = pytree.tree_unflatten(own, structure)
-            elif not self._runs(node, arguments, becomes, look):
+            elif not self._runs(node, arguments, becomes, key):
                 continue
             if arguments != (node.args, node.kwargs):
                 node.args, node.kwargs = arguments
@@ -496,7 +496,7 @@ class _Run:
         return names
 
     def _runs(
-        self, node: fx.Node, arguments: Any, becomes: Sequence[OperatorCall], look: Any
+        self, node: fx.Node, arguments: Any, becomes: Sequence[OperatorCall], key: Any
     ) -> bool:
         """Whether a node with these arguments runs what the model runs; its value is then the
         model's own.
@@ -510,8 +510,8 @@ class _Run:
             self._names = {}
             return False
         places = [self._place(node, becomes, name) for name in self._take_results(node)]
-        if look is not None and None not in places:
-            self._known[look] = pytree.tree_structure(self.values[node]), places
+        if key is not None and None not in places:
+            self._known[key] = pytree.tree_structure(self.values[node]), places
         return True
 
     # -- nodes that look alike ---------------------------------------------------------------------
@@ -541,7 +541,7 @@ class _Run:
             return self._operands(node)[place]
         return self._tensors[becomes[place[0]].results[place[1]].name]
 
-    def _look(self, node: fx.Node, arguments: Any, becomes: Sequence[OperatorCall]) -> Any:
+    def _key(self, node: fx.Node, arguments: Any, becomes: Sequence[OperatorCall]) -> Any:
         """Return what two nodes have in common that run the same operators on operands in the same
         places; None of one whose operands are not all compared.
         """

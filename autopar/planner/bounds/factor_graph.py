@@ -42,7 +42,7 @@ from autopar.ir.sharding_rule import (
     shape_of,
     value_of,
 )
-from autopar.ir.strategy import AxisChoice, PartialPassThrough, Slot, free_choices, rule_look
+from autopar.ir.strategy import AxisChoice, PartialPassThrough, Slot, free_choices, rule_key
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
 from autopar.planner.regions import Options, Region, regions_of
 
@@ -70,7 +70,7 @@ class Variable:
     """One thing to decide: what a region does, how a parameter is stored, or (a hub) the layout
     from which the consumers of a value take it.
 
-    `options`: of a region, a choice for each node; else states. `look`: variables that look alike
+    `options`: of a region, a choice for each node; else states. `key`: variables that look alike
     cost the same. `block`: its repeated block, such as ("layers", 3). `kind`: of a parameter or a
     hub. `handed`: the program outputs that are taken from it: kind, the state by option, the states
     that are wanted.
@@ -78,7 +78,7 @@ class Variable:
 
     name: str
     options: tuple[Any, ...]
-    look: Hashable
+    key: Hashable
     block: tuple[str, int] | None
     kind: Kind
     region: Region | None = None
@@ -106,10 +106,10 @@ class Edge:
     produced: tuple[int, ...]
     user: Variable
     wanted: tuple[int, ...]
-    look: Hashable = field(init=False)  # equal for edges whose costs are the same
+    key: Hashable = field(init=False)  # equal for edges whose costs are the same
 
     def __post_init__(self) -> None:
-        self.look = self.kind, self.produced, self.wanted
+        self.key = self.kind, self.produced, self.wanted
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class _Builder:
     def _options(self, node: fx.Node) -> Options:
         rule, factors = self.notes.specs[node.name], self.notes.factors[node.name]
         gradient = carries_gradient(self.notes, node)
-        key = (node_look(self.notes, node), gradient)
+        key = (node_key(self.notes, node), gradient)
         if key not in self.known:
             choices = free_choices(rule, factors, gradient)
             items = tuple(self._option(rule, factors, choice) for choice in choices)
@@ -277,7 +277,7 @@ class _Builder:
                 self._tie(Edge(value, kind, maker, maker_states, user, wanted))
             if outputs:
                 maker.handed.extend((kind, maker_states, wanted) for wanted in outputs)
-                maker.look = (maker.look, tuple(maker.handed))
+                maker.key = (maker.key, tuple(maker.handed))
         hubs.sort(key=lambda pair: pair[0])
         for index, hub in reversed(hubs):
             self.variables.insert(index + 1, hub)
@@ -332,12 +332,12 @@ def slot_number(dims: Dims, factors: dict[str, tuple[Atom, ...]], slot: Slot) ->
     raise AssertionError(f"{slot} is in none of {dims}")
 
 
-def node_look(notes: Annotations, node: fx.Node) -> Hashable:
+def node_key(notes: Annotations, node: fx.Node) -> Hashable:
     """Return everything that a node's options and costs depend on, except the constraint."""
     shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
     results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
     target = node.target if node.target in HAVE_INNER_COLLECTIVES else None
-    rule = rule_look(notes.specs[node.name], notes.factors[node.name])
+    rule = rule_key(notes.specs[node.name], notes.factors[node.name])
     return target, rule, shapes, results[0].dtype
 
 
@@ -354,10 +354,10 @@ def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
     for variable in frame.variables:
         if variable.block is not None:
             blocks[variable.block].append(variable)
-    looks = {block: _block_look(variables) for block, variables in blocks.items()}
+    keys = {block: _block_key(variables) for block, variables in blocks.items()}
     standing = {
         block: twin
-        for run in repeats(looks)
+        for run in repeats(keys)
         for unit in run[_EDGE:-_EDGE]
         for block, twin in zip(unit, run[_EDGE - 1], strict=True)
     }  # from a block left out to the one that stands for it
@@ -380,10 +380,10 @@ def shorten_frame(frame: Frame) -> tuple[Frame, Twins]:
     return short, {id(v): copies[id(stand_in[id(v)])] for v in frame.variables}
 
 
-def _block_look(variables: list[Variable]) -> Hashable:
+def _block_key(variables: list[Variable]) -> Hashable:
     """Return what a block's variables and edges look like, equal for equal blocks."""
     return tuple(
-        (v.look, frozenset((e.look, e.maker is v, _far_end(e, v)) for e in v.edges))
+        (v.key, frozenset((e.key, e.maker is v, _far_end(e, v)) for e in v.edges))
         for v in variables
     )
 

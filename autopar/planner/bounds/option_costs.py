@@ -116,7 +116,7 @@ class OptionCosts:
         """Return the options of a variable with their seconds. Variables that look alike, to the
         constraint too, share the object.
         """
-        key = (variable.look, self._rules(variable), self._shares(variable))
+        key = (variable.key, self._rules(variable), self._shares(variable))
         if key not in self._known:
             rate = self._region if variable.region is not None else self._stored
             options, seconds = rate(variable)
@@ -265,7 +265,7 @@ class OptionCosts:
     ) -> Bools:
         """Return which options an axis of this size and role may take at one node of a region."""
         marks = None if role is None else self._marks(name)
-        key = (variable.look, position, size, role, marks, eased)
+        key = (variable.key, position, size, role, marks, eased)
         if key not in self._axis_known:
             rule, factors = self.notes.specs[name], self.notes.factors[name]
             choices = [item[position].choice for item in variable.options]

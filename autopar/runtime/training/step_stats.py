@@ -46,7 +46,7 @@ class StepStats:
 
 
 class StepClock:
-    """Counts training steps between two looks. The first step, which warms up, is left out."""
+    """Counts training steps between two laps. The first step, which warms up, is left out."""
 
     def __init__(self) -> None:
         self._steps = -1
@@ -58,8 +58,8 @@ class StepClock:
         if self._steps == 0:
             self._begin = time.perf_counter()
 
-    def look(self) -> tuple[int, float]:
-        """Return the steps since the last look and the seconds of each; begin anew."""
+    def lap(self) -> tuple[int, float]:
+        """Return the steps since the last lap and the seconds of each; begin anew."""
         now = time.perf_counter()
         steps, seconds = self._steps, now - self._begin
         if steps > 0:
@@ -74,7 +74,7 @@ def stats(plan: Plan, clock: StepClock, device: torch.device) -> StepStats | Non
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.synchronize(device)
-    steps, seconds = clock.look()
+    steps, seconds = clock.lap()
     if not steps:
         return None
     inputs = _inputs(plan)
