@@ -25,7 +25,7 @@ from traced import annotated
 WORLD = World.preset("ethernet-25g", 2)
 COUNTED = (
     (factor_graph._Builder, "build"),
-    (deep_models, "block_looks"),
+    (deep_models, "block_keys"),
     (named_layouts, "dim_kinds"),
     (padding, "_annotated_anew"),
     (annotate, "annotate"),
@@ -65,7 +65,7 @@ def within(limit: float | None, layout: str = "auto") -> PlanRequest:
 def test_the_same_request_again_works_out_nothing(calls: Counter[str]) -> None:
     traced = program(models.gpt)
     first = search_plan(traced, WORLD, within(None)).plan
-    worked_out = {"build", "block_looks", "dim_kinds", "best_within", "best_at_shares", "_step"}
+    worked_out = {"build", "block_keys", "dim_kinds", "best_within", "best_at_shares", "_step"}
     assert worked_out <= calls.keys()
     calls.clear()
     assert search_plan(traced, WORLD, within(None)).plan == first
@@ -105,7 +105,7 @@ def test_named_layouts_of_a_report_share_one_graph_of_factors(calls: Counter[str
     calls.clear()
     others = alternatives(plan)
     assert len([each for each in others if each.seconds is not None]) > 4
-    assert not calls.keys() & {"build", "block_looks", "dim_kinds", "annotate"}
+    assert not calls.keys() & {"build", "block_keys", "dim_kinds", "annotate"}
 
 
 def test_what_is_cached_goes_with_the_tensors() -> None:

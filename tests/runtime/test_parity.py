@@ -22,7 +22,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
-from autopar.planner import exact_search, solve, space
+from autopar.planner import exact_search, space
 from autopar.planner.named_layouts import Constraint
 
 LIMIT = 1e-9
@@ -239,8 +239,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
         monkeypatch.setattr(exact_search, "node_costs", lambda *_: (rng.random(), []))
         monkeypatch.setattr(exact_search, "optimizer_seconds", lambda *_: rng.random())
         monkeypatch.setattr(exact_search, "path_terms", convert)
-        for module in (space, solve):
-            monkeypatch.setattr(module, "candidates", candidates)
+        monkeypatch.setattr(space, "candidates", candidates)
 
     return from_seed
 
