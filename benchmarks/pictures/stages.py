@@ -11,7 +11,7 @@ from benchmarks.pictures.style import svg, text
 
 WIDTH, LEFT, BOX = 560, 10, 540
 FUNNEL = {  # the stages of the planner, each with what leaves it
-    space: "every mesh that the layout allows",
+    space: "the meshes that are searched",
     bound: "seconds that no plan on a mesh is below",
     solve: "the best plan of each promising mesh",
     simulate: "the shortest step, with communication hidden",
