@@ -50,7 +50,7 @@ from autopar.planner.rematerialize import (
 )
 from autopar.planner.request import Layouts, PlanRequest
 from autopar.planner.solve import GAP, Contender, ShortenedModel, bounds_of, promising
-from autopar.planner.space import Candidate, rival_candidates, searched_candidates
+from autopar.planner.space import Candidate, candidates, rival_candidates, searched_candidates
 from autopar.world import World
 
 _STEP = 8.0  # factor between the first prices; its square root after a turn
@@ -337,9 +337,10 @@ class LimitedSearch:
     # -- a proof -----------------------------------------------------------------------------------
     def proven(self, best: Contender, least: Plan) -> tuple[Contender, float]:
         """Return the fastest of all plans that fit, if it can be proven, and a bound in seconds.
-        `least`: the plan of least time.
+        `least`: the plan of least time. Of small models all meshes are tried, in every order of
+        their axes: plans within a limit differ in which axis is the outer one.
         """
-        meshes = self._candidates()
+        meshes = candidates(self.layout, self.world.ranks, self.program)
         if not small_models.is_small(self.program, meshes):
             return best, self._priced_bound(least) if best.fits(self.budget) else 0.0
         below = best.seconds if best.fits(self.budget) else math.inf
