@@ -111,7 +111,7 @@ def test_a_price_bounds_what_fits(name: str, part: float) -> None:
     # equal where the bound that knows no limit is the better one
     assert free.bound <= result.bound <= result.seconds
     said = "within this memory" if result.bound > free.bound else "of unlimited memory"
-    assert said in (result.table().title or "")
+    assert said in str(result.table().caption)
 
 
 @pytest.mark.slow
