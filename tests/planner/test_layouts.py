@@ -309,7 +309,8 @@ def test_a_hybrid_has_the_panels_of_its_grid() -> None:
 
 # -- three axes on one dim -------------------------------------------------------------------------
 CROWDED: dict[str, Layouts] = {  # each layout of one axis on a mesh of three; "norm" is small
-    name: {"norm": Grid3D(2, 2, 2), "*": name} for name in ("ddp", "fsdp", "megatron", "megatron-sp")
+    name: {"norm": Grid3D(2, 2, 2), "*": name}
+    for name in ("ddp", "fsdp", "megatron", "megatron-sp")
 }
 CROWDED |= {"3d": Grid3D(2, 2, 2), "4d": Grid4D(2, 2, 2, 2)}
 
