@@ -154,16 +154,12 @@ def estimated_bounds(
     """Return an estimate of what `lower_bounds` does: the bounds of a shorter model, in which what
     stands for several equal blocks counts as often.
     """
-    whole = frame(program)
-    short, twins = shorten_frame(whole)
-    times = Counter(id(twins[id(variable)]) for variable in whole.variables)
-    rounds = 2 if short is whole else 1
     estimates = [0.0] * len(candidates)
     for chunk in _chunks(candidates):
-        meshes = meshes_of(tuple(candidates[i][0] for i in chunk), world)
-        costs = OptionCosts(whole, meshes, [candidates[i][1] for i in chunk], price)
-        messages = Bound(short, costs)
-        for index, seconds in zip(chunk, messages.run(rounds, times), strict=True):
+        start, whole, twins = _on_short_frame(program, [candidates[i] for i in chunk], world, price)
+        times = Counter(id(twins[id(variable)]) for variable in whole.variables)
+        rounds = 2 if start.frame is whole else 1
+        for index, seconds in zip(chunk, start.run(rounds, times), strict=True):
             estimates[index] = max(0.0, float(seconds))
     return estimates
 
@@ -207,13 +203,26 @@ def pass_messages(
     """Return a bound whose messages have converged on a shorter frame first. `shares`: by
     candidate, of the collectives that can overlap; () for the program's own.
     """
+    start, whole, twins = _on_short_frame(program, candidates, world, price, shares)
+    start.run(_ROUNDS)
+    return start if start.frame is whole else Bound(whole, start.costs, start, twins)
+
+
+def _on_short_frame(
+    program: Program,
+    candidates: Sequence[Candidate],
+    world: World,
+    price: Price | None,
+    shares: Sequence[float] = (),
+) -> tuple[Bound, Frame, Twins]:
+    """Return a bound on the shorter frame without a message yet, the whole frame, and the twin in
+    the shorter one of each of its variables.
+    """
     whole = frame(program)
     short, twins = shorten_frame(whole)
     meshes = meshes_of(tuple(mesh for mesh, _ in candidates), world, tuple(shares))
     costs = OptionCosts(whole, meshes, [constraint for _, constraint in candidates], price)
-    start = Bound(short, costs)
-    start.run(_ROUNDS)
-    return start if short is whole else Bound(whole, costs, start, twins)
+    return Bound(short, costs), whole, twins
 
 
 def bound_on(program: Program, mesh: Mesh, constraint: Constraint, world: World) -> Bound:

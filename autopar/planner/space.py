@@ -56,8 +56,8 @@ def searched_candidates(layout: Layouts, world: World, program: Program) -> list
         return every
 
     def find() -> list[Candidate]:
-        constraints = dict(every)
-        return [(m, constraints[m]) for m in distinct_meshes(list(constraints), world)]
+        distinct = set(distinct_meshes([mesh for mesh, _ in every], world))
+        return [(mesh, rules) for mesh, rules in every if mesh in distinct]
 
     return remember(program.module.graph, "searched candidates", (world, every), find)
 

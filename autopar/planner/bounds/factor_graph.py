@@ -37,10 +37,9 @@ from autopar.ir.program import Annotations, Atom, Program, Value
 from autopar.ir.sharding_rule import (
     Dims,
     OpShardingRule,
-    operands_of,
+    operand_shapes,
     results_of,
     shape_of,
-    value_of,
 )
 from autopar.ir.strategy import AxisChoice, PartialPassThrough, Slot, free_choices, rule_key
 from autopar.ops.sharded import HAVE_INNER_COLLECTIVES
@@ -334,11 +333,10 @@ def slot_number(dims: Dims, factors: dict[str, tuple[Atom, ...]], slot: Slot) ->
 
 def node_key(notes: Annotations, node: fx.Node) -> Hashable:
     """Return everything that a node's options and costs depend on, except the constraint."""
-    shapes = tuple(None if n is None else shape_of(value_of(n)) for n in operands_of(node))
     results = [v for v in results_of(node) if isinstance(v, torch.Tensor)]
     target = node.target if node.target in HAVE_INNER_COLLECTIVES else None
     rule = rule_key(notes.specs[node.name], notes.factors[node.name])
-    return target, rule, shapes, results[0].dtype
+    return target, rule, operand_shapes(node), results[0].dtype
 
 
 _EDGE = 1  # equal units of blocks that stay at either end of a run
